@@ -130,6 +130,11 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
         ("--global-batch-size 8 --rampup-batch-size 2 2.5 300", "--rampup-batch-size: 2.5 is not a whole number"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
+        ("--bf16 --fp16", "--bf16 and --fp16: these are two precisions; remove one"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: leaven does not have multi-token prediction"),
+        ("--mtp_num_layers=1", "--mtp-num-layers 1: leaven does not have multi-token prediction"),
+        (f"{EXPERTS} --moe-router-num-groups 4", "--moe-router-num-groups 4: leaven does not have groups of"),
+        ("--group-query-attention --num-query-groups $G", "$G, which is unknown until the script runs"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: these are two activations; remove one"),
         ("--ffn-hidden-size $FFN", "$FFN, which is unknown until the script runs; write the number"),
         ("--save 'x", "cannot be split into words"),
@@ -141,6 +146,65 @@ def test_steps_and_fractions_become_tokens() -> None:
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
     with refused("args.sh: ", says):
         from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--num-experts 0 --moe-router-topk 2",  # Megatron then sets no experts
+        "--mtp-num-layers 0",
+        "MTP=0; --mtp_num_layers $MTP",
+        "--rotary-seq-len-interpolation-factor 1",
+        "--moe-router-num-groups 1 --moe-router-group-topk 1",
+    ],
+)
+def test_values_that_turn_a_part_off_are_read(more: str) -> None:
+    found = from_megatron.read(f"{MINIMAL} --vocab-size 512\n{more}", "args.sh", "x")
+    assert found.recipe.model == from_megatron.read(f"{MINIMAL} --vocab-size 512", "args.sh", "x").recipe.model
+    assert found.unread == ()
+
+
+def test_grouped_queries_have_one_group_unless_the_script_gives_a_number() -> None:
+    recipe = from_megatron.read(f"{MINIMAL} --vocab-size 512 --group-query-attention", "args.sh", "x").recipe
+    assert recipe.model.n_kv_heads == 1
+    assert recipe.why["model.n_kv_heads"] == "Megatron's default of --num-query-groups"
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "why"),
+    [
+        ("--train-iters 1000 --lr-warmup-iters 333 --lr-warmup-samples 0", 333, "--lr-warmup-iters"),
+        ("--train-iters 1000 --lr-warmup-fraction 0.1 --lr-warmup-iters 0", 100, "--lr-warmup-fraction"),
+        ("--train-samples 8000 --lr-warmup-samples 0 --lr-warmup-fraction 0.1", 100, "--lr-warmup-fraction"),
+        ("--train-samples 8000 --lr-warmup-samples 80 --lr-warmup-iters 0", 10, "--lr-warmup-samples"),
+        ("--train-iters 1000 --lr-warmup-iters 0", 0, "--lr-warmup-iters"),
+    ],
+)
+def test_a_warmup_of_0_counts_as_not_given(flags: str, steps: int, why: str) -> None:
+    recipe = from_megatron.read(f"{MINIMAL} --global-batch-size 8 {flags}", "args.sh", "x").recipe
+    assert recipe.schedule.warmup_tokens == steps * 8 * 128
+    assert recipe.why["schedule.warmup_tokens"] == why
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs"),
+    [
+        ("--train-iters 1000 --lr-warmup-iters 10", "--lr-warmup-iters needs the --global-batch-size"),
+        ("--global-batch-size 8 --lr-warmup-fraction 0.1", "--lr-warmup-fraction needs the number of training steps"),
+    ],
+)
+def test_a_warmup_without_batch_or_duration_is_listed(flags: str, needs: str) -> None:
+    found = from_megatron.read(f"{MINIMAL} {flags}", "args.sh", "x")
+    assert found.recipe.schedule.warmup_tokens == 0
+    assert f"schedule.warmup_tokens: 0 is used, as {needs}" in found.unknown
+
+
+def test_two_precisions_in_two_branches_are_listed() -> None:
+    branches = 'if [ $1 = fp16 ]; then PR="--fp16"; else PR="--bf16"; fi'
+    found = from_megatron.read(f"{branches}\ntorchrun pretrain_gpt.py {MINIMAL} $PR", "args.sh", "x")
+    assert found.recipe.precision.compute == "bf16"
+    line = "precision.compute: the script has --bf16 and --fp16 in different places; bf16 is used"
+    assert line in found.unknown
 
 
 @pytest.mark.parametrize(
@@ -171,6 +235,9 @@ SHAPE = f"{MINIMAL} --vocab-size 512"
         ("LR=$((1+1))", "--lr ($(...) or 3e-4) has"),
         ("LR=3e-4\nDEBUG=(--mock-data --lr 1)  # no command uses it", "--lr (1 or 3e-4) has"),
         ("LR=3e-4\npython tools/convert.py --lr 7", "--lr (7 or 3e-4) has"),
+        ("LR=3e-4\nfor LR in 1e-4 6e-4; do echo; done", "--lr (3e-4 or 1e-4 or 6e-4) has"),
+        ("LR=3e-4\nbash -c 'for LR in 1e-4; do ./pretrain.sh --lr $LR; done'", "--lr (3e-4 or 1e-4) has"),
+        ("RATES='1e-4 6e-4'\nfor LR in $RATES 1; do", "--lr (1e-4 or 6e-4 or 1 or 3e-4) has"),
         ("MORE=(\n  --layernorm_epsilon 1\n)\nMORE+=(--norm-epsilon=2)", "--norm-epsilon (1 or 2) has"),
         (f"LR=3e-4; torchrun pretrain_gpt.py {SHAPE} --lr 1", "--lr (1 or 3e-4) has"),
     ],
@@ -210,6 +277,62 @@ torchrun pretrain_gpt.py {SHAPE} --lr 7 --lr 3e-4 --bf16 2>&1
 
 
 @pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ('"$@"', ["$@"]),
+        ("$* $1 ${10} ${2:-x}", ["$*", "$1", "$10", "$2"]),
+        ("${@:2} $@", ["$@"]),
+        ('"${MORE[@]}" $EXTRA', ["$@", "$3"]),  # their values are arguments of the script, too
+    ],
+)
+def test_arguments_of_the_script_may_be_flags(arguments: str, names: list[str]) -> None:
+    text = f'MORE="$@"; EXTRA=$3\ntorchrun pretrain_gpt.py {SHAPE} --data-path $1 --lr 1 {arguments} 2>&1'
+    unset = ": its flags are unknown until the script runs"
+    unknown = from_megatron.read(text, "args.sh", "x").unknown
+    assert [line.removesuffix(unset) for line in unknown if line.endswith(unset)] == names
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "LR=1\nlet LR*=2",
+        'LR=1; let "LR = LR + 1" N=2',
+        "LR=1\n((LR*=2))",
+        "LR=1\nif true; then (( LR++ )); fi",
+        "for ((LR=1; LR<=3; LR++)); do",
+        "LR=1\nread LR < lr.txt",
+        "LR=1\ncat lrs.txt | while IFS=, read -r N LR; do",
+        "LR=1\nfor LR in {1..3}; do",
+        "for LR in ${RATES[@]}; do",
+        'for LR in "$@"; do',
+        "for LR; do",
+    ],
+)
+def test_a_variable_that_the_script_changes_is_unknown(script: str) -> None:
+    found = from_megatron.read(f"{script}\ntorchrun pretrain_gpt.py {SHAPE} --lr $LR\ndone", "args.sh", "x")
+    assert any(
+        line.startswith("--lr: $") and line.endswith(" is unknown until the script runs") for line in found.unknown
+    )
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "for LR in 3e-4; do",
+        'for LR in 3e-4; do bash -c "LR=3e-4; ./pretrain.sh --lr \\$LR"; done',
+        "LR=3e-4\nlet N=LR*2 M+=1",
+        "LR=3e-4\nif (( LR == 1 || LR <= 2 || LR != 3 )); then N=1; fi",
+        "LR=3e-4\nfor N in 1 2 3; do (( N += 1 )); read -p LR? N; done",
+        "LR=3e-4\necho for LR in 1e-4; printf read LR",
+    ],
+)
+def test_a_variable_that_the_script_only_reads_keeps_its_value(script: str) -> None:
+    found = from_megatron.read(f"{script}\ntorchrun pretrain_gpt.py {SHAPE} --lr $LR\ndone", "args.sh", "x")
+    assert found.recipe.hyperparameters.lr == 3e-4
+    assert not any("until the script runs" in line for line in found.unknown)
+
+
+@pytest.mark.parametrize(
     ("script", "says"),
     [
         ("A0=x\n" + "".join(f'A{i + 1}="$A{i} $A{i}"\n' for i in range(40)) + "--lr $A40",
@@ -225,11 +348,11 @@ def test_a_script_that_grows_without_end_is_refused(script: str, says: str) -> N
         from_megatron.read(f"{MINIMAL}\n{script}", "args.sh", "x")
 
 
-@pytest.mark.parametrize("unclosed", ["$((", "$(", "${N:-", "A=("])
+@pytest.mark.parametrize("unclosed", ["$((", "$(", "${N:-", "A=(", "((N=", "do for N in ", "do read N "])
 def test_a_script_is_read_in_linear_time(unclosed: str) -> None:
     start = time.process_time()
     with refused("No closing parenthesis") if unclosed.startswith("$(") else nullcontext():
-        parse_flags("--lr 1 " + unclosed * (130_000 // len(unclosed)), "x")
+        parse_flags("--lr 1;" + unclosed * (130_000 // len(unclosed)), "x")
     assert time.process_time() - start < 8  # below 0.5 s; in quadratic time 22 s and more
 
 
@@ -329,7 +452,7 @@ wait
 """
     found = parse_flags(script, "x")
     assert found == {"bf16": [], "seed": ["7"], "wandb-exp-name": ["a –lr"], "rampup-batch-size": ["2 2 300"],
-                     "lr": ["6e-4"], "data-path": ["0.3", "a", "0.7", "b"]}  # fmt: skip
+                     "lr": ["6e-4"], "data-path": ["0.3", "a", "0.7", "b"], "$@": []}  # fmt: skip
 
 
 def test_experts_on_the_processes_of_ranks() -> None:

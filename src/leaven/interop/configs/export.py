@@ -42,6 +42,9 @@ class Target:
     # by setting, such as lr: why the target cannot have the recipe's value; "*" stands for all other settings
     reasons: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values by key of [model]
+    layout: Mapping[str, Sequence[Any]] = field(
+        default_factory=dict
+    )  # written values by key of [layout], as in holds
     architecture: bool = False  # whether the exported model is a Hugging Face architecture
     plain: bool = False  # whether the exported model has no multipliers, because they are folded into its weights
     ramp: bool = False  # whether the target supports a batch ramp
@@ -155,6 +158,11 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         if row.name in chosen.given
         and SAME < abs(row.init_std / (chosen.given[row.name].init_std or 1) - 1) < SAME_START
     }
+    unwritten = {
+        key: value
+        for key, value in recipe.layout.model_dump(exclude_defaults=True).items()
+        if not {"any", value} & set(to.layout.get(key, ()))
+    }
     return {
         "target": to,
         "recipe": recipe,
@@ -167,6 +175,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         "batch": recipe.batch,
         "data": recipe.data,
         "layout": recipe.layout,
+        "unwritten": ", ".join(f"layout.{key} = {json.dumps(value)}" for key, value in unwritten.items()),
         "precision": recipe.precision.compute,
         "decay": to.decays.get(recipe.schedule.decay, to.decays["cosine"]),
         "warmup_steps": run.in_steps(recipe.schedule.warmup_tokens),

@@ -51,7 +51,8 @@ def _read_flags(text: str, draft: Draft) -> Settings:
     flags = Settings(draft, origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
     for flag, words in parse_flags(text, origin).items():
         if flag.startswith("$"):
-            draft.unknown.append(f"{', '.join(open_variables(flag))}: its flags are unknown until the script runs")
+            line = f"{', '.join(open_variables(flag))}: its flags are unknown until the script runs"
+            draft.unknown += [] if line in draft.unknown else [line]
             continue
         for unsupported, what in TABLE["unsupported"].items():
             if fnmatchcase(flag.replace("_", "-"), unsupported):
@@ -69,7 +70,17 @@ def _read_flags(text: str, draft: Draft) -> Settings:
             raise InputError(f"{origin}: --{flag} has no value")
         else:
             flags.given[flag] = words[0] if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
+            _require_neutral(flags, flag)
+    if flags.given.get("num-experts") == 0:  # Megatron reads 0 as no experts
+        del flags.given["num-experts"]
     return flags
+
+
+def _require_neutral(flags: Settings, flag: str) -> None:
+    """Raise InputError if a flag with a ``neutral`` value in the table has another value."""
+    row = flags.table[flag]
+    if "neutral" in row and flags[flag] != row["neutral"]:
+        raise InputError(f"{flags.label(flag)} {flags.given[flag]:g}: leaven does not have {row['other']}")
 
 
 def _sizes(given: Settings) -> None:
@@ -86,7 +97,9 @@ def _sizes(given: Settings) -> None:
     if heads * d_head != width:
         given.put("model.d_attention", heads * d_head, "kv-channels")
     if "group-query-attention" in given:
-        given.put("model.n_kv_heads", given["num-query-groups"], "num-query-groups")
+        own_groups = "num-query-groups" in given or "num-query-groups" in given.unset
+        groups = given["num-query-groups"] if own_groups else 1
+        given.put("model.n_kv_heads", groups, "num-query-groups")
     else:
         draft.set("model.n_kv_heads", heads, "--num-attention-heads: no --group-query-attention")
         if "num-query-groups" in given:
@@ -150,6 +163,8 @@ def _kind(given: Settings) -> None:
         draft.unread.append(
             "--eod-mask-loss: with packed documents leaven also trains the token after an end of text"
         )
+    if "bf16" in given and "fp16" in given:  # perhaps in two branches; parse_flags refuses both in one command
+        draft.unknown.append("precision.compute: the script has --bf16 and --fp16 in different places; bf16 is used")
     compute = "bf16" if "bf16" in given else "fp16" if "fp16" in given else "fp32"
     given.put("precision.compute", compute, "bf16", "fp16")
 
@@ -337,28 +352,35 @@ def _schedule(given: Settings, length: int) -> None:
         draft.set("schedule.min_lr_ratio", ratio, f"{given.why('min-lr')} / --lr")
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
-    def span(prefix: str) -> int | None:
-        """Return --PREFIX-samples or --PREFIX-iters in tokens.
+    def span(*flags: str) -> int | None:
+        """Return the value of the first given flag in tokens. The names of ``flags`` end with -samples or -iters.
 
-        Return None if neither is given, or if only --PREFIX-iters is given and the batch size is not known.
+        Return None if no flag is given, or if the flag counts iterations and the batch size is not known.
         """
-        if f"{prefix}-samples" in given:
-            return int(given[f"{prefix}-samples"] * length)
-        return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None
+        flag = next((flag for flag in flags if flag in given), "")
+        size = length if flag.endswith("-samples") else batch
+        return int(given[flag] * size) if flag and size is not None else None
 
-    end = span("lr-decay")
+    end = span("lr-decay-samples", "lr-decay-iters")
     if end is not None and duration is not None and end != duration:
         draft.unread.append(f"--lr-decay-samples or -iters: {end:,} tokens; leaven's schedule ends with the run")
-    warmup = span("lr-warmup")
-    if warmup is None and "lr-warmup-fraction" in given and duration is not None:
-        warmup = round(given["lr-warmup-fraction"] * (end or duration))
     flags = ("lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
-    given.put("schedule.warmup_tokens", warmup or 0, *flags)
+    # A flag of 0 counts as not given, as in Megatron.
+    counting = [flag for flag in flags if flag in given and given[flag] != 0]
+    warmup = None
+    if counting and counting[0] == "lr-warmup-fraction":
+        warmup = None if duration is None else round(given["lr-warmup-fraction"] * (end or duration))
+    elif counting:
+        warmup = span(counting[0])
+    given.put("schedule.warmup_tokens", warmup or 0, *(counting[:1] or flags))
+    if counting and warmup is None:
+        need = "number of training steps" if counting[0] == "lr-warmup-fraction" else "--global-batch-size"
+        draft.unknown.append(f"schedule.warmup_tokens: 0 is used, as --{counting[0]} needs the {need}")
     if draft.values["schedule.decay"] != "wsd":
         return
     if given["lr-wsd-decay-style"] != "minus_sqrt":
         draft.unread.append(f"--lr-wsd-decay-style {given['lr-wsd-decay-style']}: leaven supports only minus_sqrt")
-    cooldown = span("lr-wsd-decay")
+    cooldown = span("lr-wsd-decay-samples", "lr-wsd-decay-iters")
     if cooldown is not None and duration:
         given.put("schedule.decay_ratio", cooldown / duration, "lr-wsd-decay-samples", "lr-wsd-decay-iters")
 

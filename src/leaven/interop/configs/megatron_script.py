@@ -4,6 +4,7 @@ import re
 import shlex
 import tomllib
 from collections import deque
+from itertools import islice, takewhile
 from pathlib import Path
 
 from leaven.errors import InputError
@@ -12,7 +13,9 @@ TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").re
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
-_OPEN = re.compile(r"\$\{?(\w+)")
+# Arguments of the script or of a function, such as $1, $@ and ${@:2}.
+_POSITIONAL = re.compile(r"\$(?:[@*1-9]|\{(?:[@*]|\d+)(?:[:=+?-][^{}]*)?\})")
+_OPEN = re.compile(r"\$\{?(\w+|[@*])")
 _FLAG = re.compile(r"(?:^|\s)--\w")
 _COMMAND = "$_COMMAND_"
 # What a shell reads at once. A comment begins where a word can begin.
@@ -26,9 +29,15 @@ _LINE_OF_COMMENT = re.compile(r"(?<=\n)[ \t]*#.*")
 _DASHES = "\u2010-\u2015\u2212"  # the last one is the minus sign
 # A flag with a dash, perhaps as the first one of an assignment, before which variables may stand.
 _DASH = re.compile(rf"(?:\w+\+?=\(?\s*(?:\$\S+\s+)*)?((?=[\w-]*[{_DASHES}])[{_DASHES}-]+([A-Za-z][\w{_DASHES}-]*))")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+# A change of a variable in arithmetic, such as N=2, N*=2, N++ and --N, but no comparison.
+_CHANGE = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
+_BEFORE_COMMAND = {"", "if", "elif", "then", "else", "while", "until", "do", "!", "{", "("}
+_SETTING = {"for", "select", "let", "read", "readarray", "mapfile"}
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
+MOST_VALUES = 50  # most words of a loop that are read; two are enough to find that there are several values
 DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
 
 
@@ -38,8 +47,9 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     All lines count, even in branches and in unused variables. If a command repeats a flag, its last value
     counts. Raise InputError if commands have different values of a flag that leaven reads.
 
-    A variable that the script sets is replaced by its value. An unset variable stays as $NAME, and the
-    output of a command becomes ``_COMMAND``. An unset variable in a place where a flag may be, such as $ARGS,
+    A variable that the script sets is replaced by its value, and the variable of a loop by the words of the loop. An
+    unset variable stays as $NAME, as does a variable that the script changes by ``read`` or by arithmetic. The
+    output of a command becomes ``_COMMAND``. An unset variable in a place where a flag may be, such as $ARGS or $@,
     is also a key of the result, because it may contain flags.
     """
     if len(text) > LONGEST:
@@ -55,6 +65,7 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
         raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
     if not script.flags:
         raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
+    script.require_one_precision()
     flags: dict[str, list[str]] = {}
     several = []
     for flag, given in script.flags.items():
@@ -84,7 +95,7 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
             f"{origin}: {', '.join(several)} {'have' if len(several) > 1 else 'has'} several values; write echo "
             "before the training command, run the script, and import the printed line, with one value for each flag"
         )
-    return flags | {word: [] for word in script.loose if script.values.keys().isdisjoint(_OPEN.findall(word))}
+    return flags | {word: [] for word in script.open_arguments()}
 
 
 def _name(flag: str) -> str:
@@ -98,6 +109,11 @@ def kind_of(flag: str) -> str | None:
     """Return the kind of a flag's value, as in megatron_flags.toml, or None if leaven does not read the flag."""
     kind: str | None = TABLE["flags"].get(flag, {}).get("kind")
     return kind
+
+
+def _is_argument(word: str) -> bool:
+    """Whether a word is a variable or an argument of the script, and nothing else."""
+    return bool(_VARIABLE.fullmatch(word) or _POSITIONAL.fullmatch(word))
 
 
 def _words(text: str) -> deque[str]:
@@ -153,14 +169,16 @@ def _words_in_quotes(text: str, before: str) -> list[str]:
             plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
     except ValueError as error:
         raise ValueError(f"in a text in quotes, {error}") from None
-    return [part.strip("'\"") for part in plain.replace(";", " ; ").split()]
+    # \$LR in double quotes is $LR for the inner shell.
+    return [part.strip("'\"").replace("\\$", "$") for part in plain.replace(";", " ; ").split()]
 
 
 class _Script:
     """The flags and variables of a shell script without comments.
 
     ``flags[flag][n]``: the words after ``flag`` in the n-th command. ``values[name]``: the values of the variable
-    ``name``, without flags. ``loose``: the variables in places where a flag is possible, such as ``$ARGS``.
+    ``name``, without flags. ``loose``: the variables and the arguments of the script in places where a flag is
+    possible, such as ``$ARGS`` and ``$@``.
     """
 
     def __init__(self, text: str, origin: str) -> None:
@@ -169,7 +187,13 @@ class _Script:
         self.values: dict[str, list[str]] = {}
         self._origin = origin
         self._expanded = 0  # characters that variables have inserted so far
+        self._changed: set[str] = set()  # variables that `read` or arithmetic changes, so their values are unknown
+        for piece in text.split("((")[1:]:
+            arithmetic, closed, _ = piece.partition("))")
+            self._change(arithmetic if closed else "")
         self._read(_words(text))
+        for name in self._changed:
+            self.values.pop(name, None)
 
     def _read(self, words: deque[str]) -> None:
         current: list[str] | None = None
@@ -177,9 +201,11 @@ class _Script:
         while words:
             before, word = word, words.popleft()
             self._require_hyphens(word)
+            self._set_by_command(before, word, words)
             closes = word.count(")") - word.count("(") if word.endswith(")") else 0
             if word.split() != [word] and _FLAG.search(word):
                 words.extendleft(reversed(_words_in_quotes(word, before)))
+                word = ""  # a command can begin here
             elif 0 < closes < len(word) and word.endswith(")" * closes):
                 words.extendleft([")", word[:-closes]])
             elif assigned := _ASSIGNMENT.fullmatch(word):
@@ -201,12 +227,75 @@ class _Script:
                 current = self.flags.setdefault(_name(flag), {})[command] = [value] if equals else []
                 takes_flags = True
             else:
-                if takes_flags and current != [] and _VARIABLE.fullmatch(word):
+                if takes_flags and current != [] and _is_argument(word):
                     self.loose.append(word)
                 if current is not None:
                     current += [word] if word.strip() else []
                 else:
                     takes_flags = re.search(r"^\$|pretrain\w*\.py$", word) is not None
+
+    def _set_by_command(self, before: str, command: str, words: deque[str]) -> None:
+        """Record the variables that ``command`` sets, if it is a loop, ``read`` or ``let``.
+
+        ``before`` is the word before ``command``, and ``words`` are the words after it.
+        """
+        if command not in _SETTING:
+            return
+        if before not in _BEFORE_COMMAND and not _END.fullmatch(before):
+            return  # a word in the middle of a command
+        first = islice(words, MOST_VALUES)
+        arguments = list(takewhile(lambda word: not _END.fullmatch(word), first))
+        if command == "let":
+            for word in arguments:
+                if not re.fullmatch(r"[A-Za-z_]\w*=\d+", word):
+                    self._change(word)
+        elif command not in {"for", "select"}:
+            self._changed.update(word for word in arguments if _NAME.fullmatch(word))
+        elif arguments and _NAME.fullmatch(arguments[0]):
+            self._loop(*arguments)
+
+    def _loop(self, name: str, *words: str) -> None:
+        """Record the values of the variable ``name`` of a loop. ``words`` are the words after it: ``in 1 2 3``."""
+        values = self.values.setdefault(name, [])
+        for word in words[1:]:
+            variable = _VARIABLE.fullmatch(word)
+            if word.startswith("--") or (not variable and re.search(r"[{}*?\[]", word)):  # such as {1..4}
+                self._changed.add(name)
+            each = [text for value in self._values_of(word) for text in value.split(maxsplit=MOST_VALUES)]
+            values += [value for value in dict.fromkeys(each or [word]) if value not in values]
+        if words[:1] != ("in",):  # a loop over the arguments of the script
+            self._changed.add(name)
+
+    def _values_of(self, variable: str) -> list[str]:
+        """Return the values that a variable such as ``${LR:-1}`` has so far."""
+        found = _VARIABLE.fullmatch(variable)
+        return self.values.get(found[1] or found[3], []) if found else []
+
+    def _change(self, arithmetic: str) -> None:
+        self._changed.update(first or second for first, second in _CHANGE.findall(arithmetic))
+
+    def require_one_precision(self) -> None:
+        """Raise InputError if one command has both --bf16 and --fp16. A script may have them in two branches."""
+        if self.flags.get("bf16", {}).keys() & self.flags.get("fp16", {}).keys():
+            raise InputError(f"{self._origin}: --bf16 and --fp16: these are two precisions; remove one")
+
+    def open_arguments(self) -> list[str]:
+        """Return the unset variables in places where a flag is possible.
+
+        A set variable in such a place is replaced by the variables in its value: after ``ARGS=$@``, ``$ARGS`` becomes
+        ``$@``.
+        """
+        found: dict[str, None] = {}
+        words, followed = deque(self.loose), set()
+        while words:
+            word = words.popleft()
+            names = _OPEN.findall(word)
+            if self.values.keys().isdisjoint(names):
+                found[word] = None
+            elif names[0] not in followed:
+                followed.add(names[0])
+                words.extend(part for value in self._values_of(word) for part in value.split() if _is_argument(part))
+        return list(found)
 
     def _require_hyphens(self, word: str) -> None:
         if dashed := _DASH.match(word):
