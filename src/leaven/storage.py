@@ -239,7 +239,7 @@ def _content(path: Path) -> bytes:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write an HTML page that ends with a digest. Raise InputError as :func:`require_page` does."""
+    """Write an HTML page, followed by its digest. Raise InputError as :func:`require_page` does for ``path``."""
     require_page(path)
     content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
     seal = digest(content.replace(b"\r\n", b"\n"))

@@ -177,7 +177,10 @@ SWAPPED = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
         ({"hyperparameters": TUNED | {"grad_clip": 0.5}}, "grad_clip.*torch.nn.utils.clip_grad_norm_"),
         ({"roles": {"*.no_proj.weight": "hidden_weight"}}, r"no parameter matches '\*.no_proj.weight'"),
         ({"roles": {"lm_head.weight": "readout"}}, "unknown role 'readout'; the roles are embedding"),
-        ({"modules": {"model.norm.weight": "mlp.out"}}, "is the last matrix of a branch and this is a final_norm"),
+        (
+            {"modules": {"model.norm.weight": "mlp.out"}},
+            "is the last matrix of a residual branch, but model.norm.weight has the role final_norm",
+        ),
         ({"modules": SWAPPED}, r"up_proj.weight \(192 x 64, 96 x 32 in the base\): it ends a branch"),
         ({"base": gpt2(32, 2)}, "transformer.wte.weight exists only in the base"),
         ({"build": NANO, "head_ratio": 2.0}, "0 of 3 blocks have the scale of the attention logits"),

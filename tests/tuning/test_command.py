@@ -675,9 +675,9 @@ def test_an_earlier_study_informs_the_next(write: Write) -> None:
 
 RUN = "run {lr} {seed}"
 BAD = {
-    "{sed} in the command is not a value; did you mean {seed}?": ("run {lr} {sed}", PATTERN, ONE),
+    "{sed} in the command names no known value; did you mean {seed}?": ("run {lr} {sed}", PATTERN, ONE),
     "the command has no {lr}, which is searched": ("run {seed}", PATTERN, ONE),
-    "{x} in the command is not a value; searched: lr; for the plain text, write {{x}}": ("run {x}", PATTERN, ONE),
+    "{x} in the command names no known value; searched: lr; to keep it as text, write {{x": ("run {x}", PATTERN, ONE),
     "the command has no {seed}": ("run {lr}", PATTERN, ONE),
     "several sources of a loss: pattern, jsonl; keep one": (
         RUN, "loss = {pattern = '{loss}', jsonl = 'a', key = 'b'}\n", ONE,

@@ -119,7 +119,7 @@ class ExpertsLoss(Part):
     most: float
 
     def of(self, experts: float) -> LossLaw:
-        """Return the law for models whose tokens each use one of ``experts`` experts."""
+        """Return the law for models in which each token uses one of ``experts`` experts."""
         e = 1 / (1 / (experts - 1 + 1 / (1 / self.start - 1 / self.most)) + 1 / self.most)
         return LossLaw(
             irreducible=self.irreducible,

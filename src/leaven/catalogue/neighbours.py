@@ -74,7 +74,7 @@ def nearest(
     Args:
         limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer (by default AdamW).
-        used: size is the number of parameters that a token uses. Dense runs are returned, too.
+        used: whether ``params`` counts only the parameters that a token uses. If so, dense runs are returned, too.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")
@@ -206,19 +206,19 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return ``by`` (values by run id) as votes. The chosen value is their weighted median, in logarithms."""
+        """Return ``by`` (values by run id) as votes. Their ``value`` is the weighted median, in logarithms."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the votes on the value at a path, with the most frequent value, or None without votes."""
+        """Return the neighbours' values at a path with the most frequent of them, or None if no value is known."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
         The weight is 1 for a run of the model's size, and falls to nearly 0 at a size ratio of `FACTOR`. If fewer
-        than `NEAREST` runs are within `FACTOR`, it falls to nearly 0 only at `EDGE` times the ratio of the farthest
-        run. If no run is within `FACTOR`, or if there is a reference run, all weights are 1.
+        than `NEAREST` runs are within `FACTOR`, it reaches nearly 0 at a larger ratio: `EDGE` times that of the
+        farthest run. If no run is within `FACTOR`, or if there is a reference run, all weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -235,12 +235,15 @@ class Neighbours:
 
 
 def mixtures(params: int, alike: tuple[int, int] | None = None, reference: PublishedRun | None = None) -> Neighbours:
-    """Return published mixtures of experts with any optimizer, one of each lineage, the nearest in size first.
+    """Return the published mixture of experts of each lineage that is nearest in size, with any optimizer.
+
+    The nearest mixtures come first.
 
     Args:
         params: the number of parameters that a token uses.
-        alike: (experts in a layer, experts per token). If given, only similar mixtures (`ALIKE`) are returned.
-        reference: the run of ``--from``. A value that this run publishes is used instead of the neighbours' votes.
+        alike: (experts in a layer, experts per token). If given, a run's ratio of these two numbers, and its experts
+            per token, must be within the factor `ALIKE`.
+        reference: the run of ``--from``. It alone decides the values that it publishes.
     """
 
     def fits(run: PublishedRun) -> bool:
@@ -265,13 +268,13 @@ def neighbours(
 ) -> Neighbours:
     """Return the neighbours of a model: of each lineage, the most similar run with an lr comparable to AdamW's.
 
-    Runs within the factor `FACTOR` of the model's size come first. Among them, and among the others, the order is
-    that of :func:`nearest`.
+    Runs whose size is within the factor `FACTOR` of the model's come before all others. Both groups are in the order
+    of :func:`nearest`.
 
     Args:
         params: number of parameters that a token uses.
         qk_norm: whether the model has QK-norm; None ignores QK-norm.
-        reference: the run given with ``--from``. Its published values replace those of the neighbours.
+        reference: the run given with ``--from``. It alone decides the values that it publishes.
         experts: whether the model is a mixture of experts. If so, dense runs are neighbours, too.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")

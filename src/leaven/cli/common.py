@@ -46,7 +46,7 @@ def option(help: str, default: str | bool = True, names: str = "", **more: Any) 
 def argument(metavar: str, help: str, default: str | bool = True) -> Any:
     """Return an argument of a command for typer.
 
-    ``default`` is the text that ``--help`` shows as the default: True for the default value itself, False for none.
+    ``default`` is the text that ``--help`` shows as the default. True: show the default itself. False: show none.
     """
     return typer.Argument(metavar=metavar, help=help, show_default=default)
 
@@ -266,9 +266,10 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
-    """Tokenise a text with a progress bar, and return the tokens. Print notes.
+    """Tokenise a text, and return the tokens. Show a progress bar, and print notes.
 
-    Notes warn if the weights in the folder ``start`` have another tokenizer, or if parts of them are zeros.
+    ``start`` is a folder with weights. A note warns if its tokenizer is not that of the text, or if tensors in it are
+    zeros, as after an interrupted copy.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen

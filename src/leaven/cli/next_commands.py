@@ -101,7 +101,8 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands to suggest after the plan of a recipe: tune an untuned proxy, and train as planned.
 
-    Return [] for a plan that leaven cannot train. With ``overrides``, suggest no tuning: the proxy lacks them.
+    Return [] for a plan that leaven cannot train. With ``overrides``, suggest no tuning, because they do not apply to
+    the proxy.
     """
     if not found.memory.fits or found.layout["cp"] > 1:  # leaven cannot train context parallelism
         return []
@@ -179,9 +180,10 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in ``path``, after ``leaven plan`` if this machine is too small.
+    """Return the commands that tune the proxy in ``path``: ``leaven tune``, and before it ``leaven plan`` if this
+    machine is too small.
 
-    With ``target``, ``--trials`` depends on the costs of a trial and the target.
+    With ``target``, ``--trials`` is chosen from (cost of a trial) / (cost of the target's run).
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)

@@ -190,7 +190,7 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the file in ``folder`` that caches the surveys of ``source`` with these ``options``."""
+    """Return the file in ``folder`` for the cached surveys (counts and hashes) of ``source`` with ``options``."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{storage.digest(_encoded(' '.join([at, *options])), 16)}.json"
 
@@ -250,8 +250,8 @@ def _digest(parts: dict[str, Any]) -> str:
 
 
 def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
-    """Return the survey with the cached ``values``. Raise ValueError if the whole file or split was unusable, so that
-    :func:`cached_surveys` reads it again."""
+    """Return the survey with the cached ``values``. Raise ValueError if that survey found the file or split unusable.
+    :func:`cached_surveys` then reads it again."""
     if values["broken"]:
         raise ValueError
     # Older surveys do not count blank documents. To count them, all text would be read again, which can take hours.

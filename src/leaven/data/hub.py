@@ -196,9 +196,9 @@ def _data_files(builder: Any, split: str = "all") -> list[str]:
 
 
 def _require_whole_streams(source: str, files: Sequence[str]) -> None:
-    """Raise InputError if an Arrow file goes on after its stream ends. Readers ignore the bytes after the end.
+    """Raise InputError if an Arrow file has bytes after the end of its stream. Readers ignore these bytes.
 
-    This happens in an interrupted copy: readers take its zeros for the end of the stream.
+    An interrupted copy may have them: it contains zeros, which readers take for the end of the stream.
     """
     import pyarrow
 

@@ -48,7 +48,7 @@ class SourceParts(NamedTuple):
 
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
-    validation: tuple[TokenPart, ...] = ()  # parts with the token ids that ``validation`` of the source names
+    validation: tuple[TokenPart, ...] = ()  # parts of the validation set, which the source's key ``validation`` names
     notes: tuple[str, ...] = ()  # lines about missing files, files that are not read, and links
     lost: tuple[str, ...] = ()  # the notes about missing files and files that are not read
 
@@ -56,8 +56,8 @@ class SourceParts(NamedTuple):
 class _NotRead(NamedTuple):
     """Paths that match a source's pattern, but contain nothing to read."""
 
-    empty: dict[Path, None]  # empty folders: a disk may not be mounted there; a set that keeps the order
-    other: dict[Path, None]  # folders and pipes that have the name of a file
+    empty: dict[Path, None]  # empty folders, in order; a disk that belongs there may not be mounted
+    other: dict[Path, None]  # folders and pipes that match the pattern, which is for files
 
     def notes(self, source: str) -> Iterator[str]:
         if self.empty:
@@ -86,7 +86,7 @@ def source_parts(source: DataSource) -> SourceParts:
 
     Raises:
         InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
-            token ids; also if the source sets ``validation``, and either the source or the validation is text.
+            token ids. With ``validation`` set, also if the source or the validation is text.
     """
     found = _parts(source)
     if source.validation is None:

@@ -89,11 +89,10 @@ def _period(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the source of each sample in a period, its index in this source, and the samples per source.
 
-    The order follows Tijdeman 1980, "The chairman assignment problem", for k sources. A source is behind by the
-    number of samples that its share would give it so far, minus the number that it has. The candidates for each
-    sample are the sources that would be behind by at least 1/(2k - 2) without it. Of these, the order takes the
-    source that would be the first to be 1 - 1/(2k - 2) behind. So no source is ever further from its share than
-    1 - 1/(2k - 2) samples.
+    The order follows Tijdeman 1980, "The chairman assignment problem". The lag of a source is the number of samples
+    that its share would give it so far, minus the number that it has. For k sources, let e = 1/(2k - 2). A source is
+    a candidate for the next sample if its lag would be at least e without this sample. The order takes the candidate
+    whose lag would be the first to reach 1 - e. So every lag stays between -(1 - e) and 1 - e.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -113,7 +112,7 @@ def _period(
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Take the list 0, 1, 2, ... without the ranges ``skip``. Return ``count`` entries from index ``first``.
+    """Return ``count`` entries, from index ``first``, of the list 0, 1, 2, ... without the half-open ranges ``skip``.
     For example, ``numbered(1, 2, skip=[(1, 5)])`` is [5, 6]."""
     numbers = np.arange(first, first + count)
     for start, end in skip:

@@ -52,8 +52,8 @@ class TokenSurvey:
 class DocumentTokens:
     """The tokens of documents, with an end-of-text token added after each document.
 
-    ``tokens`` has the documents without these end-of-text tokens. ``ends`` has, for each document, the index in
-    ``tokens`` right after its last token.
+    The arguments describe the documents before these tokens are added: ``tokens`` has their ids, and ``ends`` has,
+    for each document, the index in ``tokens`` right after its last id.
     """
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
@@ -96,9 +96,9 @@ def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
             )
         if len(found) > 1:
             raise InputError(
-                f"{found['both'].name} and {found['train'].name} have the same token ids, but leaven holds out a "
-                "part of the first and trains on all of the second, whose source has validation; give validation to "
-                "both sources or to none"
+                f"{found['both'].name} and {found['train'].name} have the same token ids; leaven would hold out a "
+                "part of the first for validation, but train on all of the second, because only the second source "
+                "has its own validation data; set validation in both sources or in neither"
             )
 
 
@@ -115,14 +115,15 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the training and the validation tokens of each source.
 
-        If a source has ``validation``, all its other ids are for training. If it has none, every file is divided into
-        stretches (`STRETCHES`), and the end of each stretch is for validation, in whole documents if possible. If the
-        ends of documents are known but documents have no end-of-text token, ``end_of_text`` is added after each
-        document.
+        If a source has ``validation``, its own ids are all for training. If it has none, every file is divided into
+        stretches (`STRETCHES`), and the end of each stretch is for validation, in whole documents if possible.
+
+        If the ends of documents are known but no document has an end-of-text token, ``end_of_text`` is added after
+        each document.
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but
-                unknown, or the same ids occur with different :func:`uses`, such as for training and for validation.
+                unknown, or the same ids have different :func:`uses`, such as training and validation.
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -228,7 +229,7 @@ class _SourceIds:
     occurring: int | None  # the end-of-text token, if it is known and occurs in the files
     added: int | None  # the end-of-text token, if it is added after each document
     notes: tuple[str, ...]
-    lost: tuple[str, ...]  # the notes about ids that an interrupted program may have left
+    lost: tuple[str, ...]  # the notes about files that may be incomplete, as they end in many copies of one token id
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
         """Return tokens ``start`` to ``stop - 1`` of ``mapped``. If :attr:`added` is not None, this token

@@ -94,7 +94,7 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter the context ``apart()`` whenever DTensor infers a shape in the ``with`` block. DTensor then creates fake
+    """Within the ``with`` block, let DTensor infer shapes inside the context ``apart()``. DTensor then creates fake
     unsharded tensors, which a measurement of memory must not count."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

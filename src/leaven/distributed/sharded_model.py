@@ -3,7 +3,7 @@ every layout.
 
 The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process
 stores. A norm is computed over all processes, and is bit-identical on all of them. So all processes make
-the same decisions about it, for example whether to clip.
+the same decisions, for example whether to clip.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -189,10 +189,10 @@ class ShardedModel:
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norms of all parameters' tensors over all processes, one result for each of ``groups``.
+        """Return the 2-norms of sharded tensors over all processes, one result for each of ``groups``.
 
-        A group has one local tensor, such as the gradient, for each of ``local_parameters``. A result is in the order
-        of the parameter table.
+        A group has one local tensor, such as the gradient, for each of ``local_parameters``. A result has one norm
+        for each row of the parameter table.
         """
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:

@@ -44,9 +44,9 @@ class WholeMatrices:
     must call :meth:`map` together."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
-        """Prepare the sharded matrices in ``parameters``; ignore the others. All processes must call this together.
+        """Prepare the matrices of this process's pipeline stages, given by name. Ignore those that are not sharded.
 
-        ``parameters`` has the matrices of this process's pipeline stages, by name.
+        All processes must call this together.
         """
         assert group.mesh is not None
         ranks = group.mesh.mesh.flatten(1)  # by pipeline rank
@@ -72,7 +72,11 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply ``function`` to one matrix on each rank (matrix r on rank r). Yield this process's blocks."""
+        """Yield this process's block of ``function(matrix)`` for each of ``matrices``, at most one per rank.
+
+        Rank r collects the blocks of matrix r and applies ``function``. ``mine`` has this process's block of each
+        matrix.
+        """
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]

@@ -43,8 +43,8 @@ class MeasuredRow(Entry):
 class CheckDocument(Sealed, Document, schema="check/1"):
     """The result of ``leaven check NAME``, for every check except memory."""
 
-    passed: bool  # whether at least one row passed and none failed
-    fault: str | None  # the module that failed most clearly; null if none failed
+    passed: bool  # whether at least one row passed, and none failed or is undecided
+    fault: str | None  # module of the worst failed row, or else of the worst undecided row; null if there are none
     check: str  # name of the check on the command line
     subject: str  # name of the checked recipe, or the checked module:factory
     quantity: str  # what the judged numbers are

@@ -269,7 +269,7 @@ class TimeFit(Entry):
 
     cluster: str
     seconds: float  # planned training time
-    text_tokens: int | None  # tokens of the text, if the text is too short for the given time; otherwise null
+    text_tokens: int | None  # length of the text, if it is too short to fill the given time; otherwise null
 
 
 class NewRecipe(Document, schema="new/1"):

@@ -313,11 +313,12 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture that requires the fewest changes of a shape, and these changes: {key: new value}.
+    """Return the architecture that can represent a shape after the fewest changes, and {key: new value} of the
+    changes.
 
-    Some changes count more than others (`_LARGE`). If an architecture always has biases, a shape without biases
-    requires no change, because biases of 0 have no effect. But training would change these biases, so if the model
-    will be ``trained``, ``bias = true`` is required.
+    Some changes count more than others (`_LARGE`). An architecture that always has biases can represent a shape
+    without biases: biases of 0 have no effect. But training would change these biases. So if the model will be
+    ``trained``, ``bias = true`` is one of the changes.
     """
     changes = []
     for architecture in ARCHITECTURES:

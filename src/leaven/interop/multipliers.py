@@ -128,9 +128,12 @@ def rescale_attention(
     """Return new attention scales as (attention module, attribute, scale), or [] if ``factor`` is 1.
 
     The attention logits are scale x (query . key). ``head`` is (head dimension of the model) / (that of ``base``).
-    If each model has one scale for all layers, the new scale is ``factor`` x (scale in ``base``) / sqrt(``head``).
-    The model's own scale is not used, because it may be a constant (Gemma 2). Otherwise, each layer's new scale is
-    ``factor`` x its old scale. Raise InputError if a block's scale is not found.
+
+    - If the model has one scale for all layers, and ``base`` too, the new scale is ``factor`` x (scale in ``base``) /
+      sqrt(``head``). The model's own scale is ignored, because it may be a constant (Gemma 2).
+    - Otherwise, each layer's new scale is ``factor`` x its old scale.
+
+    Raise InputError if a block's scale is not found.
     """
     if factor == 1.0:
         return []
@@ -225,11 +228,11 @@ def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and return the model.
 
     The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
-    eps and weight decay are wrong for the new weights. After an interrupted fold, calling the model raises
-    InputError.
+    eps and weight decay are wrong for the new weights. If folding is interrupted, later
+    calls of the model raise InputError.
 
     Raises:
-        InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
+        InputError: if the model is not parametrized, or a multiplier cannot be folded. No weight has changed then.
     """
     target = unwrapped(model, "fold")
     for module in target.modules():
@@ -257,12 +260,12 @@ def fold(model: nn.Module) -> nn.Module:
 def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False, **options: Any) -> None:
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    The model in memory does not change. ``options`` are passed to ``save_pretrained``. If the folder has a model
-    already, it is replaced with a warning. There is no warning with ``overwrite``, or if several processes run.
+    The model in memory does not change. ``options`` are passed to ``save_pretrained``. A model that is already in the
+    folder is replaced. This gives a warning, unless ``overwrite`` is true or several processes run.
 
     Raises:
-        InputError: as :func:`fold`, if the model has no ``save_pretrained`` or is sharded over processes, and if
-            ``folder`` is a file.
+        InputError: if the model is not parametrized, has no ``save_pretrained`` or is sharded over processes, if a
+            multiplier cannot be folded, or if ``folder`` is a file.
     """
     target: Any = unwrapped(model, "save_folded")
     if not hasattr(target, "save_pretrained"):

@@ -266,11 +266,11 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width), corrected
-    so that AdamW trains the model as with the factor of the base.
+    """Return the row of an embedding, corrected for a factor on the output of its module, such as sqrt(width).
 
-    ``c`` is (factor in this model) / (factor in the base). The result has std / c, lr / c, eps x c and weight decay x
-    c. With tied embeddings, it also has multiplier x c. Rows of other roles are returned unchanged.
+    With the result, AdamW trains the model as if the factor were the base's. ``c`` is (factor in this model) /
+    (factor in the base). The result has std / c, lr / c, eps x c and weight decay x c. With tied embeddings, it also
+    has multiplier x c. Rows of other roles are returned unchanged.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row

@@ -217,7 +217,7 @@ class Classifier:
             if given in BRANCH_ENDS and not role.in_branches:
                 raise InputError(
                     f"modules: {site.name} cannot have the module {given}, because {given} is the last matrix of a "
-                    f"branch and this is a {role}; give another module name"
+                    f"residual branch, but {site.name} has the role {role}; give another name"
                 )
             return given
         if role in _MODULES:
@@ -345,9 +345,11 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the reason ``why`` and an example of how to classify the parameter: with the argument
-        ``modules`` and one of the given module names, or if none are given, with the argument ``roles`` and a
-        possible role."""
+        """Raise InputError with the reason ``why`` and an example of how to classify the parameter.
+
+        The example has the argument ``modules`` with the given module names. Without names, it has the argument
+        ``roles`` with the possible roles. If no role is possible, the message says so.
+        """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

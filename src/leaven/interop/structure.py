@@ -139,7 +139,9 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
-    """Return ``model`` with base shapes from the blocks of ``base`` at the nearest relative depth."""
+    """Return ``model`` with base shapes: each parameter gets the shape of its counterpart in ``base``. In a list of
+    blocks, the counterpart is in the block at the nearest relative depth. Raise InputError if a counterpart is
+    missing or has another number of dimensions."""
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
         by_label[site.label].append(site)

@@ -323,10 +323,10 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def tensors_fingerprint(folder: Path) -> str:
-    """Return a hash of the tensors in a folder's safetensors files. A large tensor is read only in part.
+    """Return a hash of the tensors in a folder's safetensors files. Large tensors are read only in part.
 
-    Some bytes of each tensor are read. :func:`weights_fingerprint` reads pieces of whole files, so it may miss a
-    changed tensor.
+    Pieces of every large tensor are read. In contrast, :func:`weights_fingerprint` reads pieces of each file, and may
+    miss a changed tensor.
     """
     content = blake2b(digest_size=16)
     for path in _weight_files(folder):

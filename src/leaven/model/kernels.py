@@ -69,7 +69,8 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """If the scalar ``skip`` is true, make a fused Adam skip its steps from now on, without counting them."""
+    """Make a fused Adam skip its steps, until the next call, if the scalar ``skip`` is true. Adam does not count
+    skipped steps."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
@@ -147,7 +148,8 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
     """Return a.T @ b, (N, M), perhaps as a transposed view. Call this only where autograd does not record.
 
-    oneDNN needs a contiguous first matrix, so the smaller of the two matrices is copied.
+    oneDNN needs a contiguous first factor, so a transposed first factor is copied. If ``a`` is larger than ``b``, the
+    product is computed as (b.T @ a).T, which copies ``b`` instead of ``a``.
     """
     if max(a_KN.shape[1], b_KM.shape[1]) < WIDE:
         return a_KN.T @ b_KM

@@ -41,9 +41,10 @@ class ZLoss:
         self.total: Tensor | float = 0.0  # sum of c log^2 Z over the tokens of a step, in nats
 
     def add(self, log_z_n: Tensor, counts_n: Tensor) -> Tensor:
-        """Add the z-loss of n tokens to the total, except tokens with ``counts_n`` False. Return 1 + 2 c log Z, (n,).
+        """Add the z-loss of the tokens with ``counts_n`` True to the total. Return 1 + 2 c log Z, (n,).
 
-        With this factor, the gradient of a token's logits, z-loss included, is factor x softmax - one-hot.
+        c and Z are as in :class:`ZLoss`. The gradient of a token's logits, z-loss included, is (1 + 2 c log Z) x
+        softmax - one-hot.
         """
         self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
         return 1 + 2 * self.coefficient * log_z_n
@@ -57,16 +58,16 @@ class WholeVocabulary:
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        """Return the gradient of the input of :meth:`gather`, given the gradient of its output."""
+        """Return the gradient of the input of :meth:`gather`. ``grad_ND`` is the gradient of its output."""
         return grad_ND
 
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of the losses of a chunk of tokens, and ``weight`` times its gradient (n, V) for the logits.
+        """Return (the sum of the losses of a chunk of tokens, gradient). The sum does not include the z-loss.
 
-        The gradient includes the z-loss; the sum does not. Without ``learns``, None is returned as the gradient. The
-        logits may be overwritten.
+        ``gradient`` (n, V) is ``weight`` times the gradient of the losses and the z-loss with respect to the logits.
+        It is None unless ``learns``. The logits may be overwritten.
         """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]

@@ -20,7 +20,8 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm that computes in fp32, the dtype of its gain. The output has the dtype of matrix products."""
+    """An RMSNorm that computes in fp32, the dtype of its gain. Its output has the dtype in which matrix products
+    are computed, such as bf16 with autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = _compute_dtype(x)
@@ -262,8 +263,9 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         sequences: SequenceWeights | None = None,
     ) -> Tensor:
-        """Run the blocks on ``x_BTD``, and return (B, T, D). ``length`` is the length of a whole sequence. T may be
-        smaller. With ``sequences``, the backward pass adds the gradients of the routers' losses."""
+        """Run the blocks on ``x_BTD``, and return (B, T, D). ``length`` is the length of a whole sequence. With
+        tensor parallelism, T is the length of a rank's part of the sequence. With ``sequences``, the backward pass
+        adds the gradients of the routers' losses."""
         positions = Positions(self.shape, length, x_BTD, documents_BT, sequences)
         for block in self.layers.children():
             x_BTD = block(x_BTD, positions)

@@ -40,9 +40,9 @@ def part_name(part: str, ep: int = 1) -> str:
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If all layouts with these values need too much memory, compare the one that needs the least. If there is no such
-    layout, the field ``line`` of the result says why. Raise InputError if ``asked`` is empty, or has a wrong key or
-    value.
+    If all layouts with these values need too much memory, compare the one that needs the least. If no layout has
+    these values, the field ``line`` of the result says why. Raise InputError if ``asked`` is empty, or has a wrong
+    key or value.
     """
     fixed = parse_keys(asked)
     if not fixed:

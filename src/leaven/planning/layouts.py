@@ -68,9 +68,10 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each possible micro-batch size, the smallest first.
 
-        A size must divide a rank's share of the batch. The run's smallest batch must have pp micro-batches on
-        each rank. Sizes are at most 64 sequences and 65,536 tokens. If the job requires a size, only this size
-        is tried. Raise InputError if the batch cannot be split evenly over the ranks, or no size is possible.
+        If the job requires a size, only this size is tried. Other sizes are at most 64 sequences and 65,536 tokens.
+        Each size divides the sequences of a data-parallel rank. Even the smallest batch of the run must give each
+        rank at least pp micro-batches. Raise InputError if no size is possible, or the batch cannot be split evenly
+        over the ranks.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
@@ -171,9 +172,10 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The fastest layout that fits but that leaven cannot train, if it is worth mentioning.
+        """The fastest layout that fits but that leaven cannot train, or None if it is not worth mentioning.
 
-        None if it is at most 2% faster than ``choices[0]``, or if the job may choose it (``job.by_leaven`` is false).
+        It is worth mentioning if ``choices`` is empty, or if it is more than 2% faster than ``choices[0]``. If
+        ``job.by_leaven`` is false, return None, because ``choices`` then has such layouts, too.
         """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
@@ -245,7 +247,8 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Return the result of trying every layout of :func:`layouts` with every micro-batch size."""
+    """Return the result of trying every layout with every micro-batch size. ``fixed`` has values that all layouts
+    must have."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None

@@ -244,8 +244,8 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator. Their sum is ``stage_memory(...).activations``.
 
-    With recomputation, the single key ``kept`` stands for all operators of blocks. The key ``elsewhere`` has the
-    rest of the sum.
+    With recomputation, the key ``kept`` replaces all operators of blocks. The key ``elsewhere`` has all other
+    activations.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

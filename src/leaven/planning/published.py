@@ -57,9 +57,9 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if it is not known.
 
-    If ``leaven new --gpus CLUSTER`` chose the layout and the layout has a rank for each GPU, return this cluster.
-    Otherwise, return the cluster of a published run with the same n_layers, d_model and d_ff, the same tokens
-    (within 1%), and as many GPUs as the layout has ranks. A layout of one rank fits a cluster of any size.
+    If ``leaven new --gpus`` chose the layout for a cluster, and the layout still has one rank per GPU, return this
+    cluster. Otherwise, return the cluster of a published run with the same n_layers, d_model and d_ff, the same
+    tokens (within 1%), and as many GPUs as the layout has ranks. A layout of one rank matches any number of GPUs.
     """
     # A recipe has no key for a cluster. ``leaven new --gpus`` writes it only into the reason for the layout, as the
     # message "reason" of [cluster] in catalogue/messages.toml.

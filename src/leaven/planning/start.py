@@ -161,8 +161,9 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
     """Return rows that compare values of ``target`` with the range of these values in the published runs ``near``.
 
-    The values of ``target`` are after the scaling rule: the median over hidden matrices, or over embeddings for their
-    lr. A row's ``factor`` is the distance from the range. For betas, it is a ratio of 1 / (1 - beta).
+    The values of ``target`` are those after the scaling rule. Each is the median over the hidden matrices; only the
+    lr of the embedding is the median over the embeddings. A row's ``factor`` is the factor by which the value lies
+    outside the range, 1 if inside. For betas, it compares 1 / (1 - beta).
     """
     rows = parameter_table(target).rows
 

@@ -35,8 +35,8 @@ class TrainingCode:
     name: str = ""
     # States, which exist from step to step.
     weights: int = 4
-    grads: int = 4  # gradients of one micro-batch, or their sum over micro-batches if ``accumulation`` is 0
-    accumulation: int = 0  # sum of gradients over micro-batches, if stored separately
+    grads: int = 4  # gradients of one micro-batch; if ``accumulation`` is 0, their sum over the micro-batches
+    accumulation: int = 0  # sum of the gradients over the micro-batches, if stored separately from ``grads``
     optimizer: int = 8  # moments, and the master copy if any
     master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
     optimizer_of_matrices: int | None = None  # ``optimizer`` for matrices of blocks, if different (Muon)

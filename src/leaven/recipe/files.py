@@ -203,11 +203,10 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return the value ``rows`` of a recipe. If it is a list of tables, leave out the defaults that the template does
-    not state.
+    """Return ``rows``, a value of a recipe. If it is a list of tables, leave out the keys with default values.
 
-    ``own`` is the same list without defaults, and ``stated`` the list in the template. If ``stated`` has another
-    number of tables, all defaults are left out.
+    ``own`` is the same list without these keys. ``stated`` is the list in the template. A default that the template
+    states is kept, if ``stated`` has as many tables as ``rows``.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows

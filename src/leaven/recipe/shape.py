@@ -333,10 +333,10 @@ class ModelShape(Part):
         return parameter.size * self.experts.active // self.experts.number
 
     def width_unit(self, step: int | None = None) -> int:
-        """Return the smallest d_model at which d_attention (the width of all query heads) is a multiple of ``step``.
+        """Return the smallest d_model for which d_attention is a multiple of ``step``. Their ratio stays the same.
 
-        d_attention / d_model stays the same. By default, ``step`` is the width of the query heads that share one
-        key-value head.
+        d_attention is the width of all query heads. By default, ``step`` is the width of the query heads that share
+        one key-value head.
         """
         step = step or self.d_head * self.n_heads // self.n_kv_heads
         return self.d_model * step // math.gcd(self.n_heads * self.d_head, self.d_model * step)

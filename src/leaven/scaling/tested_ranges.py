@@ -155,10 +155,10 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if Adam's eps is large compared with sqrt(v) of a block's matrix. v is the second moment.
+    """Yield a warning if Adam's eps for a matrix in a block is above `EPS_SHARE` of a typical gradient entry.
 
-    sqrt(v) is estimated as clipping limit (default 1) / sqrt(number of parameters). Real gradients in blocks
-    are smaller.
+    A typical entry is estimated as (global clipping limit, or 1 without one) / sqrt(number of parameters). Real
+    entries in blocks are mostly smaller, so eps is even larger compared with them.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0

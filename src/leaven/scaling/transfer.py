@@ -141,12 +141,12 @@ def transfer(
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     """Return ``target`` with the hyperparameters of ``tuned``, a recipe that ``leaven tune`` wrote.
 
-    The tables ``[hyperparameters]`` and ``[scaling]`` are copied. Other values are transferred only if the study
-    searched them:
+    The tables ``[hyperparameters]`` and ``[scaling]`` are copied. Other values change only if the study searched
+    them:
 
-    - The warm-up keeps its share of the run.
-    - The training tokens change by the factor (tokens of ``tuned``) / (tokens of the base of ``tuned``).
-    - The batch changes by the factor (batch of ``tuned``) / (batch at the start of the study).
+    - The warm-up gets the same share of the run as in ``tuned``.
+    - The training tokens are multiplied by ``tuned.data.tokens / tuned.base.tokens``.
+    - The batch is multiplied by (batch of ``tuned``) / (batch at the start of the study).
     - All other searched values are copied.
 
     Raise InputError if the models differ in a field outside `_FREE_FIELDS`, the run has too few steps, or the result
@@ -196,10 +196,10 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch in tokens at which the study of ``tuned`` began.
+    """Return the batch in tokens at which the study of ``tuned`` began, or an estimate.
 
-    This is the batch of the base if ``tuned`` and its base have the same number of training tokens. Otherwise the
-    batch is unknown. Then return the batch at which ``tuned`` takes about as many steps as ``target``.
+    If ``tuned`` and its base train on the same number of tokens, the study began at the base's batch. Otherwise
+    return the batch at which ``tuned`` takes about as many steps as ``target``.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
@@ -225,8 +225,8 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
                 steps = moved.data.tokens / moved.batch.tokens
                 base_steps = moved.base.tokens / moved.base.batch_tokens
                 raise InputError(
-                    f"the run has too few steps for Adam: it has {steps:,.0f} and the base has {base_steps:,.0f}, "
-                    f"so the rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}; "
+                    f"the run has too few steps for Adam ({steps:,.0f}; the base has {base_steps:,.0f}): "
+                    f"the rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}, too near 0; "
                     "give more --tokens or a smaller --batch-tokens"
                 )
     return moved
@@ -280,7 +280,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reasons for the hyperparameters, the base and each changed value, by path."""
+    """Return reasons by path: for the hyperparameters, the base, and each value that differs in ``after``."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

@@ -194,7 +194,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
     for rank, part in enumerate(parts):
         for name in part["of_others"]:
             if not any(name in tensors for tensors in whole.values()):
-                raise ValueError(f"{name}: no process saves this tensor; rank {rank} has a replica of it")
+                raise ValueError(f"{name}: no process saves this tensor; rank {rank} has a replica that is not saved")
     state = asdict(checkpoint.progress) | {
         "format": FORMAT,
         "rewinds": [rewind.document() for rewind in checkpoint.rewinds],
@@ -423,10 +423,10 @@ class CheckpointManager:
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save. Return None if an earlier call has returned it.
+        """Return the result of the last save, or None if there is none or an earlier call has returned it.
 
-        If the save is not finished, wait for it with ``wait``, else return None. All processes wait together, so
-        afterwards they have the same saved step. Raise ProcessLost if rank 0 does not answer.
+        While the save is in progress, wait for it if ``wait`` is true; otherwise return None. If all processes wait,
+        they have the same saved step afterwards. Raise ProcessLost if rank 0 does not answer.
         """
         if self._writing is None or not (wait or self._writing.done()):
             return None

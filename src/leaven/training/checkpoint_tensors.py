@@ -112,8 +112,8 @@ class Tensors(Mapping[str, Tensor]):
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
         """Raise ValueError if a block is in none of ``files``, or if a tensor's blocks do not form the whole tensor.
 
-        For the files ``headers``, also compare the dtype and shape of each block with its file. Shapes, offsets and
-        dtypes must be valid.
+        All recorded shapes, offsets and dtypes must be valid. In the files ``headers``, each block must have its
+        recorded dtype and shape.
         """
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():

@@ -124,7 +124,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return a device's peak speed from its data sheet, or else measure the faster of ``compute`` and fp32."""
+    """Return a device's peak speed from its data sheet. Without a data sheet, measure it in ``compute`` or in fp32,
+    whichever is faster."""
     known = known_peak(device, compute)
     if known is not None:
         return known

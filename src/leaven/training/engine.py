@@ -68,7 +68,8 @@ class Training:
         *,
         resumes: bool = False,
     ) -> None:
-        """With ``resumes``, do not read the weights of [start]; a checkpoint will replace them."""
+        """Build the model, the optimizer and the data stream. With ``resumes``, do not read the weights of [start],
+        because a checkpoint will replace them."""
         start = None if resumes else recipe.start.folder
         check_trainable(recipe, tokens, group, resumes)
         self.recipe, self.resumes = recipe, resumes

@@ -327,8 +327,8 @@ def is_other_text(file: Path, *keys: str) -> bool:
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
     """Return plan.json or a TensorBoard file if it shows that the run has trained, else None.
 
-    ``begun``: whether the run has events. Then plan.json counts only with measured steps, because the first plan is
-    written before the first step. A TensorBoard file then counts only if there is no metrics.jsonl.
+    Two rules are stricter if the run has ``begun``, that is, has events. plan.json must have measured steps, because
+    the first plan is written before the first step. A TensorBoard file counts only without metrics.jsonl.
     """
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
@@ -375,10 +375,10 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why no checkpoint of a run can be used, or None if the run has no checkpoints.
+    """Return a sentence that says why none of a run's checkpoints can be used, or None if the run has none.
 
-    Call this if ``read_checkpoint(tokens=tokens)`` found none. ``damaged`` is its second result. Checkpoints that are
-    not in ``damaged`` are reported as undone by a rewind. ``tokens``: consider only checkpoints at this token count.
+    ``damaged``: the paths that ``read_checkpoint`` returned as damaged. All other checkpoints are reported as
+    undone by a rewind. ``tokens``: consider only checkpoints at this token count.
     """
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
@@ -475,10 +475,10 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
-    """Return how events.jsonl differs from what ``since`` has recorded, or None if it does not.
+    """Return how events.jsonl differs from the lines that ``since`` records, or None if it does not.
 
-    ``since`` is the ``finish`` event, or the state of the callbacks in a checkpoint. It has a digest of the events
-    before it; later events are ignored. A change of ``since`` itself also counts.
+    ``since`` is the ``finish`` event, or the state of the callbacks in a checkpoint. It has a digest of all earlier
+    events. Later events are not checked. A sentence is also returned if ``since`` itself was changed.
     """
     if not is_sealed(since):
         return "its finish event has been changed"

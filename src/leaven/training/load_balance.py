@@ -40,8 +40,8 @@ class LoadBalance:
         """Measure the loads in the last step. Return three values:
 
         - the load of each expert, (layers, experts);
-        - the balance loss without its coefficient: its sum over the predicted tokens, as a mean over the layers with
-          experts;
+        - the balance loss without its coefficient, summed over the predicted tokens and averaged over the layers
+          with experts;
         - the largest ratio of an expert's load to the mean load of its layer.
         """
         layers, experts = self.bias_LE.shape

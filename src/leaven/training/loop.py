@@ -1,4 +1,4 @@
-"""Runs optimizer steps with callbacks around them. Runs, checks and trials outside stacks use this loop."""
+"""Run optimizer steps with callbacks around them. Runs, checks and trials use this loop, except trials in a stack."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -94,9 +94,9 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch size, in sequences, that gives each data-parallel rank the micro-batches that
-    it needs; at least 1. A pipeline needs ``pp`` of them, even at the smallest batch of a ramp. Measuring the noise
-    scale doubles the number."""
+    """Return the largest micro-batch size, in sequences, that gives each data-parallel rank enough micro-batches.
+    It is at least 1. A pipeline needs ``pp`` micro-batches, even at the smallest batch of a ramp. Measuring the noise
+    scale needs twice as many."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp
@@ -273,8 +273,8 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """Return unused CUDA memory of the size of ``copies`` copies of the parameters. Return None on other devices,
-    where memory that is never written takes no space."""
+    """Allocate CUDA memory for ``copies`` copies of the parameters, to see whether it is available. On other devices,
+    return None: their memory takes no space before it is written."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

@@ -61,8 +61,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         on_whole: OnWhole = on_one_process,
         **how: Any,
     ) -> None:
-        """Matrices are orthogonalised in ``dtype``; None is the dtype of the parameters. A group's keys
-        ``nesterov`` and ``ns_steps`` replace the arguments."""
+        """Build the optimizer. It orthogonalises matrices in ``dtype``, by default the dtype of the parameters. A
+        group's own ``nesterov`` and ``ns_steps`` override these arguments."""
         self.dtype, self.on_whole = dtype, on_whole
         super().__init__(groups, **how)
         for group in self._of_muon:  # torch has added the defaults of AdamW
@@ -75,7 +75,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the state from a checkpoint, a pickle or a copy. AdamW's ``__setstate__`` gets no groups of Muon."""
+        """Set the state from a checkpoint, a pickle or a copy. AdamW's ``__setstate__`` gets only its own groups."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]

@@ -160,10 +160,9 @@ class Clipper:
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step count of the running norm by ``factor``: (new half-life) / (old half-life), in steps.
+        """Multiply the step count of the running norm by ``factor``: its new half-life in steps / its old half-life.
 
-        The norm decays with Adam's beta2, whose half-life in steps changes with the batch: see
-        :meth:`Optimizer.recount`.
+        The half-life is that of Adam's beta2, and changes with the batch: see :meth:`Optimizer.recount`.
         """
         if self.running is not None:
             self.running = self.running * self.running.new_tensor([1.0, factor])

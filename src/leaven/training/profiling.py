@@ -104,7 +104,7 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write plan.json. If the user's calibration history is kept, add the record of the last batch size to it.
+        """Write plan.json. If a calibration history is kept, add the record of the run's last batch size to it.
 
         A record of fewer than ``ENOUGH`` steps is not added. If adding fails, report the event ``history_lost``.
         """
@@ -265,7 +265,7 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
     """Return the recipe changed to run short steps on one device, and the arrangement of these steps.
 
-    A step has two forward passes. It has one if the batch allows no more, or if two would take too long.
+    A step has two forward passes. It has one if the batch is too small for two, or if two would take too long.
     """
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)

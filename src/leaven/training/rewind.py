@@ -128,7 +128,7 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this is the run's last manual rewind, so that it is already done.
+        """Return whether this rewind equals the run's last manual rewind, and so has already been done.
 
         Return False if ``recipe`` and the run's recipe differ in more than the layout and the micro-batch.
         """

@@ -262,8 +262,8 @@ class RunFolder:
             )
         raise InputError(
             f"{self.checkpoints} is a link to {whose}; {unused}; otherwise, put a folder in place of the link: if "
-            f"{self.path} is a copy, type: rm {link} && cp -r {shlex.quote(str(folder))} {link}; if not, type: "
-            f"rm {link} && mkdir {link}"
+            f"{self.path} is a copy of another folder, copy the checkpoints with: rm {link} && cp -r "
+            f"{shlex.quote(str(folder))} {link}; if not, make an empty folder with: rm {link} && mkdir {link}"
         )
 
     def _is_owner(self, owner: Path, inode: int) -> bool:
@@ -289,9 +289,9 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """If the folder is locked, call :meth:`LockedFolder.require`, which checks that the folder is still there.
+        """Raise InputError if the folder is locked, but was deleted or moved (:meth:`LockedFolder.require`).
 
-        Raise InputError if the folder was deleted or moved. Then nothing more is written to it (``writes`` is False).
+        Then nothing more is written to the folder (``writes`` is False).
         """
         try:
             if self._locked is not None:
@@ -301,10 +301,9 @@ class RunFolder:
             raise
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with a reason (``why``) for each of ``changes``.
+        """Return ``recipe`` with a reason in ``why`` for each of ``changes``: "since 5,000 tokens; before: 0.1".
 
-        A reason is "since 5,000 tokens; before: 0.1", with ``since`` = "5,000 tokens". If this process ``writes``,
-        recipe.toml is updated.
+        ``since`` is the "5,000 tokens" of this example. recipe.toml is updated, too, if :attr:`writes` is True.
         """
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})

@@ -169,10 +169,10 @@ def digest(lines: Iterable[bytes]) -> "blake2b":
 
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
-    """Return (count, fault). The first ``count`` of ``lines`` are those of the steps up to ``step``. ``fault`` says
-    what is wrong with them, such as "steps 3 to 5 are missing"; None if nothing is.
+    """Return (count, fault). ``count`` is how many of the first ``lines`` belong to steps up to ``step``. ``fault``
+    says what is wrong with these lines, such as "steps 3 to 5 are missing". It is None if nothing is wrong.
 
-    ``written``: the count and digest of these lines when they were written, if known.
+    ``written``: the count and digest that these lines had when they were written, if known.
     """
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None

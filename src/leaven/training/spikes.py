@@ -64,7 +64,7 @@ class Anomaly:
     onset: int  # the first suspicious step
     step: int  # the step at which it was detected
     why: str  # what was found, in words
-    numbers: dict[str, dict[str, float]]  # by quantity, at ``step``: value, median, deviations from it, their sum
+    numbers: dict[str, dict[str, float]]  # by quantity, at ``step``: "value", "median", "deviations", "sum"
 
 
 @dataclass
@@ -177,8 +177,10 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits of the loss and the gradient norm for ``step``. They come from the metrics up to
-        ``step - 2``, and are infinite without ``skipping``."""
+        """Return the limits of the loss and the gradient norm for ``step``, from the metrics up to ``step - 2``.
+
+        They are infinite at the start of a run, and with :attr:`skipping` False.
+        """
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ The steps of ``leaven train recipe.toml``, in order. The ten files in bold are t
    a time), and clipping and the update (**optimizer.py**). The lr of each group is multiplied by the schedule and by
    the factors of rewinds and of a batch ramp. The device skips the update if the loss or the gradient norm is not
    finite. With ``on_spike = "skip"``, it also skips the update above the spike guard's limits.
-7. ``metrics.py`` measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
+7. ``metrics.py`` measures the step (``Telemetry``), writes it to metrics.jsonl and to the curves
    (``StepLog``), and computes the validation loss (``Validation``).
 8. **checkpoint.py** copies the state to host memory (``Checkpoints.save``), and a thread writes it while training
    continues (``write_checkpoint``): safetensors files, then state.json with their digests, then a rename.
@@ -493,7 +493,7 @@ class RunTrainer:
         return {"step": self.training.progress.step, "tokens": self.training.tokens}
 
     def _tell_if(self, why: str | None, event: str) -> None:
-        """If ``why`` is not None, pass an event with this reason to ``on_event``, not to the run folder."""
+        """Pass an event with the reason ``why`` to the callback ``on_event`` only, unless ``why`` is None."""
         if why is not None:
             self._on_event(event, self._at | {"why": why})
 

@@ -168,8 +168,8 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     tables = map(parameter_table, found)
     if len({(table.rows, table.attention_scale, table.beta2) for table in tables}) > 1:
         raise InputError(
-            f"durations: rule {recipe.scaling.rule} gives each duration different hyperparameters, so they cannot "
-            "share one run; remove scaling.base, or train each duration separately"
+            f"durations: rule {recipe.scaling.rule} gives each duration other hyperparameters, so the durations "
+            "cannot share one run; remove scaling.base, or train each duration separately"
         )
     return found
 

@@ -143,7 +143,7 @@ class LossSource(Part):
 
     @property
     def any_text(self) -> str:
-        """The ``pattern`` as a regular expression in which {loss} is any text without spaces, perhaps empty."""
+        """The ``pattern`` as a regular expression. For {loss}, it accepts any text without spaces, even none."""
         return self._with_loss(r"[^ \t\n]*")
 
     def _with_loss(self, loss: str) -> str:
@@ -184,7 +184,8 @@ class Command(Part):
     def _stepped(self) -> Self:
         if self.resume and self.prune and self.loss.progress == "losses":
             raise ValueError(
-                "with resume = true, an attempt may repeat losses of the earlier one, and pruning needs their steps; "
+                "with resume = true, a retry may report losses of the first attempt again, so pruning needs "
+                "the steps; "
                 "add {step} to loss.pattern (or loss.step to loss.jsonl), or write prune = false"
             )
         return self
@@ -227,7 +228,7 @@ class Command(Part):
             values = [f"{{{value}}}" for value in (*space.paths, *map(short_path, space.paths), *OF_TRIAL)]
             hint = suggestion(f"{{{name}}}", values, f"searched: {', '.join(map(short_path, space.paths))};")
             raise InputError(
-                f"{{{name}}} in the command is not a value; {hint} for the plain text, write {{{{{name}}}}}"
+                f"{{{name}}} in the command names no known value; {hint} to keep it as text, write {{{{{name}}}}}"
             )
         if self.loss.where is not None and OUT not in _names(self.loss.where):
             raise InputError(

@@ -8,9 +8,9 @@ special cases:
 - The multiplier of a module, such as the lr of the embedding: if the new search does not search the global value,
   the distance of the global value is added. For example, twice the global lr adds 1 octave to the lr of each module.
 - The warm-up is compared as a share of the run's tokens.
-- The batch size and the run's tokens have no scaling rule. So their distances are measured between the trial and the
-  start of the earlier study. If a search chose the new recipe's value, they are measured from the earlier study's
-  best point.
+- The batch size and the run's tokens have no scaling rule. So the distance is that of the trial from the start of
+  the earlier study. If a search has chosen the value in the new recipe, it is the distance from the best point of the
+  earlier study.
 
 If both studies run a command, values of the same name are compared.
 """
@@ -54,7 +54,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
     elif isinstance(space, CommandSpace) and is_command_file(folder / "centre.toml"):
         point_of = partial(_point_of_command, space)
     else:
-        raise InputError(f"{what}: not a study over a command file; leave --from-study out")
+        raise InputError(f"{what}: this study has no command file, unlike the new search; leave --from-study out")
     others = [d for d in document.dimensions if d.path not in space.paths and d.path not in CHOICES]
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
     if len(ended) < LEAST:
@@ -106,7 +106,7 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
 
 
 def require_start(document: StudyDocument, start: Recipe | CommandFile, what: str) -> None:
-    """Raise InputError unless a study began at ``start`` (from its centre.toml)."""
+    """Raise InputError if a study did not begin at ``start``, which was read from the study's centre.toml."""
     for each in document.dimensions:
         value = start_of(start, each.path)
         if value != each.centre:

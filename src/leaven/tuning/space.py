@@ -303,14 +303,14 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
 
 
 def _scaled_by_others(model: ModelShape) -> set[str]:
-    """Return the modules whose init_std need not be searched, because other searched values have the same effect.
+    """Return the modules whose init_std need not be searched, because searching other values has the same effect.
 
-    With Adam, if the init_std and lr of a matrix are multiplied by c, the matrix is c times as large throughout the
-    training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). In these
-    two cases, init_std needs no search of its own:
+    With Adam, if the init_std and lr of a matrix are multiplied by c, the matrix stays c times as large throughout
+    the training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). For
+    these matrices, the factor c changes nothing that other searched values cannot undo:
 
-    - A norm on the matrix's output removes the factor c, for example for queries and keys with QK-norm.
-    - The output of the branch is linear in the matrix, so the residual multiplier divided by c undoes the factor.
+    - Queries and keys with QK-norm: the norm removes the factor.
+    - Matrices whose factor becomes a factor on the output of their branch: the residual multiplier undoes it.
 
     A bias does not get the factor, so a model with biases has no such module.
     """

@@ -75,7 +75,7 @@ class Dimension:
     unit: str = "octave"  # octave | tenth | choice
     levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
     near: tuple[float, float] | None = None  # the box in which a search begins; None: the whole range
-    ends: tuple[str, str] = ("the end of the space",) * 2  # the reasons for low and high; "": no value lies beyond
+    ends: tuple[str, str] = ("the end of the space",) * 2  # why the range ends at low and high; "": no value beyond
     expected: tuple[float, float] | None = None  # the optimum that laws expect: distance and standard deviation
     whole: bool = False  # whether all values are whole numbers
 
@@ -123,7 +123,7 @@ class StudyTrial:
     tokens: int = 0  # number of tokens trained
     flops: float = 0.0  # model FLOPs of these tokens
     curve: LossCurve = ()  # (tokens, training loss)
-    branches: Curve = ()  # (tokens, validation loss) at the end of each compared run length (duration)
+    branches: Curve = ()  # (tokens, validation loss) of each duration, if the trial compares several durations
     worker: str | None = None  # host:pid of the worker process
     ended: float | None = None  # seconds since 1970
 
@@ -216,14 +216,14 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point that changes the fewest values from the start, if it was rerun and is not the best point."""
+        """The point of :attr:`fewest`, as octaves from the start by path; None if there is none or it is the best."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
-        """Return whether tuning a value mattered:
+        """Return how much tuning a value mattered. The first text that applies is returned:
 
         - "mattered": its gain is above the noise.
-        - "not worth tuning": it can be reset to the start.
+        - "not worth tuning": if all such values are reset to the start, the loss rises by less than the noise.
         - "unsure": its best value differs from the start, but the gain may be noise.
         - "": its best value is the start.
         """
@@ -311,7 +311,7 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def edited(answer: Path) -> bool:
-    """Return whether the user changed this best.toml or fewest.toml of a study. For other files, return False."""
+    """Return whether the user changed ``answer``, a best.toml or fewest.toml of a study. False for other files."""
     study = _study_of(answer)
     written = study and study.written.get(answer.name)
     return written is not None and storage.digest(storage.read(answer)) != written

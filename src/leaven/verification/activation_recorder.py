@@ -153,7 +153,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules inside blocks that contain the last matrix of a branch, such as ``layers.3.mlp``."""
+    """Return the submodules of blocks, such as ``layers.3.mlp``, in which a residual branch has its last matrix."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

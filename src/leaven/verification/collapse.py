@@ -233,9 +233,10 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
     """Return bootstrap samples of the mean curves, (draws, sizes, intervals).
 
     At a size with several seeds, a sample draws seeds with replacement. At a size with one run, it draws blocks of
-    the run (:func:`_blocks`); return None if the run has too few points. The drawn deviations are scaled up, because
-    n seeds deviate from their own mean too little, by sqrt((n - 1) / n), and n blocks from their own line by
-    sqrt((n - 2) / n).
+    the run (:func:`_blocks`); if the run has too few points, return None.
+
+    Deviations of n seeds from their own mean are too small by the factor sqrt((n - 1) / n), and those of n blocks
+    from their own line by sqrt((n - 2) / n). The samples are corrected for this.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -271,8 +272,8 @@ def _blocks(points: Points, count: int) -> Array | None:
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
     """Return the verdict on one size: does its normalised loss curve coincide with that of the base?
 
-    ``errors`` are the deviations between the two curves at ``shares`` of the run. Their intervals are errors +-
-    ``band``; NaN means unknown. ``by_seed`` has the losses of this size (seeds, points). ``row`` makes the result.
+    ``errors`` are the deviations from the base's curve at ``shares`` of the run, each +- ``band`` (NaN: unknown).
+    ``by_seed`` has the losses of this size (seeds, points). ``row`` makes the result.
     """
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))

@@ -145,10 +145,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output or of its change (``part``).
+        """Return the RMS of a module's output before or after training, or of its change. ``part`` says which.
 
-        Over width, all layers count. Over depth, one layer counts: the last layer of a container such as a
-        block, or the middle layer of other modules.
+        Over width, it is the RMS over all layers. Over depth, it is the RMS of one layer: the last layer of a
+        container such as a block, or the middle layer of other modules.
         """
         values = measured.squares[part]
         if axis.name == "depth":

@@ -67,10 +67,10 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the changes, by path, that write the measured token exponent into a recipe, or None without an interval.
+    """Return the changes, by path, that write the measured token exponent into a recipe.
 
     The best lr falls as tokens^-t. The changes are the token exponent t, clipped to 0 to 1, its 95% interval, and a
-    reason that names the folder ``run``.
+    reason that names the folder ``run``. Return None if the check has not found t and its interval.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     if found is None or found.value is None or found.low is None or found.high is None:

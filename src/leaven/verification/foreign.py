@@ -82,7 +82,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1 for "lr", because a factory's lr is swept by factors. Raise InputError for other quantities."""
+        """Return 1 for "lr": sweeps multiply the lr of the user's model by factors. Otherwise raise InputError."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: {quantity} of a factory's model cannot be swept, only its lr; give a recipe file"

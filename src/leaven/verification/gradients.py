@@ -17,13 +17,13 @@ matrices that Muon updates, the first property is not judged, because Muon has n
 
 Two kinds of parameters are exceptions over width:
 
-- Gains of query and key norms, which all heads share. The gradient is a sum over heads. At the start,
-  its terms have independent signs. After about 150 steps, the signs agree, and the exponents of gradient
-  and eps are both 0. So only the gradient at the end is judged, and only after 150 steps or more.
+- Gains of query and key norms, which all heads share. The gradient is a sum over heads, whose
+  terms have independent signs at first. After about 150 steps, the signs agree, and the exponents of
+  gradient and eps are both 0. So only the gradient at the end is judged, and only after 150 steps or more.
 - Routers: matrices in blocks with the same number of outputs at every width. The gradient of an output
-  is a sum over the width. Its terms have independent signs until the outputs of the experts align with
-  the gradient. So the exponent may be from -1/2 to 0. For eps, it is 0. docs/concepts/checks.md has
-  measurements.
+  is a sum over the width, whose terms have independent signs until the outputs of the experts align with
+  the gradient. So the exponent of the gradient may be from -1/2 to 0, while that of eps is 0.
+  docs/concepts/checks.md has measurements.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three
 quantities may fall with the depth, at most as L^(alpha-1):
@@ -104,7 +104,10 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return one record for each label."""
+        """Train a model with a warm-up, on a new batch in each step. Return a record for each label.
+
+        A parameter has the same label in all blocks, such as ``mlp.in``.
+        """
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -188,7 +191,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS over all tensors of each label. ``values`` has the tensors by parameter name."""
+    """Return, by label, the RMS over all tensors with this label. ``values`` has the tensors by parameter name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)

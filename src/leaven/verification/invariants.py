@@ -145,10 +145,10 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponents of ``column`` between two models, one for each layer. ``ratio`` is their size ratio.
+    """Return, for each layer, the exponent p in ``large[column] = small[column] * ratio^p``.
 
-    Leave out layers where the value is 0 in both models. The exponent is infinite where it is 0 in one of them. If
-    the models differ in depth, compare only their first and last layers.
+    ``ratio`` is the size ratio of the models. If the value of a layer is 0 in both models, the layer is left out. If
+    it is 0 in one model, p is infinite. If the models differ in depth, only their first and last layers are compared.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]

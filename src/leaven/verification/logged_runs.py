@@ -255,8 +255,8 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
     if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
-            f"{row.place} repeats the loss of {first.place}, and at this size, every value with several runs has "
-            "such a repeated loss; these runs are probably copies: remove them, or write losses with more digits"
+            f"{row.place} repeats the loss of {first.place}, and at this size, losses repeat at every value with "
+            "several runs; the repeats are probably copies: remove them, or write the losses with more digits"
         )
 
 
@@ -412,10 +412,10 @@ def _has_another_loss(row: LoggedRow) -> bool:
 
 
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
-    """Record that ``run`` is at ``place``. Raise InputError if ``seen`` already has this run from another place.
+    """Record that ``run`` is at ``place``. Raise InputError if ``seen`` already has ``run`` at another place.
 
-    ``run`` is what identifies a run, such as its size and seed, and ``what`` names this for the message. So a copied
-    run does not count as another seed.
+    ``run`` is what identifies a run, such as its size and seed. ``what`` is the word for it in the message. So a copy
+    of a run cannot count as another seed.
     """
     if (first := seen.setdefault(run, place)) != place:
         raise InputError(f"{place} repeats the {what} of {first}; remove one of the two, or move it elsewhere")

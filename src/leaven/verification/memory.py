@@ -34,9 +34,10 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return the recipe with as few micro-batches per step as possible without changing a step's peak memory.
+    """Return a recipe with few micro-batches per step, whose steps have the peak memory of the given recipe.
 
-    Raise InputError if the layout cannot be trained.
+    The result does not compile, load start weights or measure the noise scale. Raise InputError if the layout cannot
+    be trained.
     """
     require_trainable(recipe, recipe.layout.ranks)
     layout, seq_len = recipe.layout, recipe.model.seq_len

@@ -67,8 +67,9 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The next value to try beyond the grid's `edge`. It is halfway, in octaves, to the nearest diverged value
-        there, or one more step of the grid if no value there diverged."""
+        """The next value to try, beyond the edge of the grid with the lowest loss. If values beyond this edge
+        diverged, it is halfway, in octaves, between the edge and the nearest of them. Otherwise, it is one more step
+        of the grid."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -161,9 +162,9 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return residuals for a bootstrap, one array for each of the compared values.
+        """Return the residuals from which a bootstrap draws, one array for each of the compared values.
 
-        An array has the residuals of the value's own runs, or those of all runs if fewer than two are known.
+        A value with fewer than two known residuals has the residuals of all runs. Any other value has its own.
         """
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]

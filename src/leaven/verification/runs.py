@@ -58,7 +58,7 @@ class RunStore:
         """Create the store without starting workers.
 
         :meth:`run` calls ``on_run(done, total)`` with numbers of trials, and stops once ``stop`` returns true.
-        ``note`` gets messages for the user. If the folder has fewer than ``finished`` results, ``note`` says so.
+        ``note`` gets messages for the user, for example if the folder has fewer than ``finished`` results.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished
@@ -79,8 +79,8 @@ class RunStore:
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
         """Run the trials without a result, the longest first. Return a function from a trial to its outcome.
 
-        Raise InputError if the folder is unusable, if its runs have another text, or if a run's process dies
-        twice. Raise ChecksStopped if ``stop`` returned true before all runs had ended.
+        Raise InputError if the folder is unusable, if its runs were trained on another text, or if a run's process
+        dies twice. Raise ChecksStopped if ``stop`` returned true before all runs had ended and were saved.
         """
         wanted = {trial.key: trial for trial in trials}
         first, pool = self._pool is None, self._open()
@@ -224,9 +224,9 @@ class RunStore:
         return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
-        """Return how many finished runs the folder should have.
+        """Return how many finished runs the folder should have, the larger of two known numbers.
 
-        It is ``finished`` of the constructor, or the number of runs in the folder's document if that is larger.
+        One is ``finished``, an argument of the constructor. The other is in the check.json of the folder.
         """
         document = {}
         with suppress(OSError):

@@ -118,7 +118,7 @@ class SizeCheck(ABC, Generic[Measured]):
         """Return the verdict on a module as a row. ``lines`` has the measurements by size, then by seed."""
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return the number named ``part`` of a module's measurements."""
+        """Return the attribute ``part`` of ``measured``. Subclasses may also use ``axis``."""
         value: float = getattr(measured, part)
         return value
 

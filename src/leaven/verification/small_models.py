@@ -160,8 +160,8 @@ class SmallModels(RecipeFamily):
     def table(self, recipe: Recipe) -> ParameterTable:
         """Return the parameter table of ``recipe``. With tied embeddings, the logits are divided by the base's width.
 
-        The reason: a tied matrix starts at RMS 1, like an embedding, but an untied unembedding starts at RMS 1/width.
-        The divisor is the same at every scale.
+        A tied matrix starts at RMS 1, like an embedding. An untied unembedding starts at RMS 1/width. The division
+        makes up for this difference. The divisor is the same at every scale.
         """
         table = parameter_table(recipe)
         rows = tuple(

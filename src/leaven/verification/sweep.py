@@ -119,10 +119,10 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best values at other scales with the best value at the base.
+    """Return the document that compares the best value at every other scale with the best value at the base.
 
-    The base is the first scale in ``names``. ``ruled`` has the rule's exponent along each axis. ``settings`` must
-    contain "rule" and "unit".
+    The base is the first scale in ``names``. ``ruled`` has the exponent that the scaling rule gives to the value
+    along each axis. ``settings`` must contain "rule" and "unit".
     """
     base, *others = names
     return verdict(
@@ -159,7 +159,7 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _wider(
     family: ModelFamily, quantity: Quantity, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
-    """Return the grid, extended by one value if its best value is at an edge. An invalid value is not added."""
+    """Return the grid. If its best value is at an edge, add one value beyond this edge, unless that is invalid."""
     if not losses.has_optimum or not losses.edge:
         return grid
     value = losses.following
@@ -336,7 +336,7 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
 
 
 def _no_optimum(swept: SweptValue, grids: Mapping[str, LossGrid]) -> str:
-    """Say why the best value of a scale is unknown, and what to type. Return "" if all are known."""
+    """Say why the best value is unknown at one of the scales, and what to type. Return "" if all are known."""
     for name, grid in grids.items():
         if not grid.has_optimum:
             count, lowest = len(grid.octaves), 2 ** min([*grid.octaves, *grid.diverged])

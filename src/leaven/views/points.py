@@ -143,7 +143,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about ``fewest``, the simplest point that equals the best within the noise."""
+    """Return lines about ``fewest``, the point with the fewest changes that equals the best within the noise."""
     if fewest == state.octaves:
         return [("fewest", "no trial with fewer changes is equal to the best within the noise")]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
@@ -163,10 +163,8 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return up to two facts: the expected gain of more trials, and the share of the gain that two values bring.
-
-    These values are the pair that alone brings the largest share of the predicted gain.
-    """
+    """Return up to two facts: the expected gain of more trials, and the two values that alone bring the largest share
+    of the best point's predicted gain over the start."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""

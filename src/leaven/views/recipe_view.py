@@ -17,7 +17,8 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
     """Return the variables of the macros in ``recipe.html.j2``, by name.
 
-    ``beside`` is another recipe to show, if any. ``names`` are the column titles of ``beside`` and of ``recipe``.
+    ``beside`` is a recipe to show next to ``recipe``, or None. ``names`` are the titles of the two columns,
+    ``beside`` first.
     """
     table = parameter_table(recipe)
     mine = by_label(table.rows)

@@ -102,7 +102,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """The recipe to check, with the published runs and laws for its size."""
+    """A recipe to check. Properties such as :attr:`size` have the published runs and laws for its size."""
 
     recipe: Recipe
     # Rows of its parameter table with AdamW, and of matrices that Muon updates: `leaven.scaling.table.adamw_rows`.
@@ -117,8 +117,8 @@ class Case:
     def muon(self, quantity: str) -> float | None:
         """Return the median of a quantity over Muon's matrices, or None if Muon updates none.
 
-        lr and weight decay are converted to Muon's match ``adamw_rms``, to compare them with AdamW's (arXiv
-        2502.16982).
+        The lr and the weight decay are first converted to those of Muon with ``match = "adamw_rms"``, so that they
+        can be compared with AdamW's (arXiv 2502.16982).
         """
         power = {"lr": 1, "weight_decay": -1}.get(quantity, 0)
         of_adamw = Muon(match="adamw_rms")
@@ -204,7 +204,7 @@ class Case:
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Return hyperparameters by path in the recipe: medians over the hidden weights, after the scaling rule."""
+        """Return hyperparameters by path, after the scaling rule. Each is a median over the hidden matrices."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
         return hidden | {"hyperparameters.init_std": self.init_std}

@@ -34,10 +34,10 @@ def init_std(check: Check, case: Case) -> Check | None:
 
 
 def residual_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std of the last matrix of each residual branch with the other matrices in blocks.
+    """Compare the init std of the matrices that end residual branches with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Models with norms
-    on branch outputs are not checked, because the norms undo this std.
+    The compared value is the ratio of the two stds, times sqrt(2 n_layers): 1 for GPT-2. Return None for models with
+    norms on the outputs of branches, because these norms remove the effect of the std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None

@@ -193,8 +193,8 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Round ``sequences`` to a multiple of the largest power of 2 that divides ``gpus`` and is at most
-    ``sequences`` / 16. So the result differs by at most 1/32 from ``sequences``."""
+    """Return ``sequences``, rounded to a multiple of a power of 2. This is the largest power that divides ``gpus``
+    and is at most ``sequences`` / 16. So the result differs by at most 1/32 from ``sequences``."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 

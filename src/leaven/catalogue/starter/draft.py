@@ -226,7 +226,7 @@ class StarterDraft:
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
         """Set the value at ``path``. Its reason is the template ``message``, filled in with ``evidence``, ``facts``.
 
-        Then finish the step ``title``, with the sources of the evidence (see :meth:`step`).
+        This value ends the step ``title`` (see :meth:`step`), whose sources are those of the evidence.
         """
         self.uncertain[title] = {"spread": evidence.spread}
         self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)

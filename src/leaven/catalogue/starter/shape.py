@@ -172,9 +172,10 @@ def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the widths to choose from, between 1/3 and 3 times ``usual``. Each is a multiple of the unit width.
+    """Return the widths to choose from, all multiples of ``proportions.unit`` between 1/3 and 3 times ``usual``.
 
-    They are the round widths and the width of the reference run. If there are none, they are all multiples.
+    They are the round multiples (``_ROUND``) and the width of the reference run. If there are none, they are all
+    multiples; if there are none either, the unit.
     """
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
@@ -250,8 +251,8 @@ def _proportions(
 ) -> Proportions:
     """Return the proportions of the reference run.
 
-    A proportion that it does not publish, or without a reference run, is the usual one for ``width``, the given
-    ``activation`` and the neighbours.
+    A proportion that the run does not publish gets its usual value for ``width``, ``activation`` and the neighbours.
+    Without a reference run, all proportions do.
     """
     run = near.reference
     arch = run.arch if run else PublishedArchitecture(source="none", confidence="file")
@@ -320,7 +321,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage that has about this size, without runs before :data:`RECENT`.
+    """Return the newest run of each lineage in ``near.of_size()``, without runs before :data:`RECENT`.
 
     If no run is left, return all runs of ``near``.
     """

@@ -12,8 +12,9 @@ The method:
   within a factor of 4 of the target's size has one vote, and at least the three nearest lineages vote.
   Runs of more distant sizes have less weight; see :meth:`Neighbours.weights`. The size of a mixture of
   experts is the number of parameters that a token uses.
-- Values are converted before they are averaged. A published lr is converted to the size and batch of the
-  new recipe, a published batch to its tokens, and the lr of a law to its batch.
+- Values are converted to the new recipe before they are averaged: the lr of a published run to the recipe's
+  size and batch, the batch of a published run to the recipe's number of tokens, and the lr of a law to the
+  recipe's batch.
 - All laws together weigh as much as all published runs together. Laws outside their fitted range weigh
   less.
 """

@@ -41,10 +41,10 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings with which the weight ``factor`` x W trains like W with the multiplier ``factor``.
+        """Return the settings after the multiplier ``factor`` is folded into the weight. The model trains as before.
 
-        ``decoupled`` says whether weight decay is separate from the gradient, as in AdamW. The result keeps the field
-        ``multiplier`` of these settings.
+        ``decoupled`` says whether weight decay is separate from the gradient, as in AdamW. The field ``multiplier``
+        does not change.
         """
         return replace(
             self,
@@ -77,7 +77,7 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings, by parameter name, of an equivalent model without multipliers. Clipping may differ."""
+        """The settings, by parameter name, of a model without multipliers that trains alike, apart from clipping."""
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -138,9 +138,9 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return what an export does not preserve, as (rows, number of differences).
 
-    A row is for one setting, such as lr. It has the value in the recipe, the value in the target, and all modules
-    with this pair of values. Each of these modules counts as a difference, and so does a different attention
-    scale.
+    A row has one setting, such as lr, its value in the recipe, its value in the target, and all modules with these
+    two values. Each module of a row counts as one difference. A different attention scale is one more row and
+    difference.
 
     Args:
         given: the target's settings for each parameter to compare, by leaven's name of the parameter.

@@ -69,11 +69,11 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the most common value above 0 of the matrices in the blocks, else of any parameter,
-        else 0. A module whose value in block 0 differs from it gets a multiplier. If all initial stds are those of
-        a published init, such as ``depth-scaled``, set ``init`` to its name. ``init_why`` is the reason for initial
-        values, and ``why`` for all other values. Raise InputError if a beta that needs a multiplier is not between
-        0 and 1.
+        A hyperparameter gets the most common value above 0 of the hidden weights. If there is none, it gets a value
+        above 0 of another parameter, or else 0. A module gets a multiplier if its value in block 0 differs from the
+        hyperparameter. If all initial stds are those of a published init, such as ``depth-scaled``, set ``init`` to
+        its name. ``init_why`` is the reason for initial values, and ``why`` for all other values. Raise InputError if
+        a beta that needs a multiplier is not between 0 and 1.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -222,9 +222,9 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str) -> Any:
-        """Return what a recipe has for the value of the setting ``name``, as ``values`` in :attr:`table` lists it.
+        """Return the setting ``name`` as a recipe's value, translated by its ``values`` in :attr:`table`.
 
-        Raise InputError if the value is not in this list.
+        Raise InputError for a value without a translation.
         """
         known = self.table[name]["values"]
         if isinstance(known, Mapping) and self[name] not in known:

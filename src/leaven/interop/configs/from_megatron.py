@@ -125,7 +125,7 @@ def _sizes(given: Settings) -> None:
 
 
 def _kind(given: Settings) -> None:
-    """Set activation, rotary fraction, attention biases, document handling and precision."""
+    """Set activation, rotary fraction, attention biases, document handling and precision in ``given.draft``."""
     draft = given.draft
     activations = {"swiglu": "swiglu", "squared-relu": "squared_relu"}
     found = {f"--{flag}": ours for flag, ours in activations.items() if flag in given}
@@ -345,7 +345,7 @@ def _stages(given: Settings, length: int) -> list[dict[str, int]]:
 
 
 def _schedule(given: Settings, length: int) -> None:
-    """Set final lr, warm-up and cooldown. A sequence has ``length`` tokens."""
+    """Set final lr, warm-up and cooldown in ``given.draft``. ``length`` is the number of tokens in a sequence."""
     draft = given.draft
     if "lr" in given:
         ratio = float(f"{given['min-lr'] / given['lr']:.12g}")

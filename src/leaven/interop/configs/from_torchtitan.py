@@ -1,7 +1,7 @@
-"""Imports a recipe from a configuration of torchtitan.
+"""Imports a recipe from a configuration of torchtitan, a TOML or JSON file.
 
-Up to 0.2.2, torchtitan has TOML files that name a model by its flavor. From 0.3.0 on, its option
-``--debug.save_config_file`` saves a JSON file. The file describes every module and parameter group.
+Up to 0.2.2, torchtitan reads a TOML file, which names a model by its flavor. From 0.3.0 on, its option
+``--debug.save_config_file`` saves a JSON file, which describes every module and parameter group.
 """
 
 import json
@@ -69,7 +69,8 @@ def _document(path: Path) -> dict[str, Any]:
 def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
     """Return the settings that leaven reads, by name such as ``optimizer.lr``.
 
-    Other keys are added to ``draft.unread``, except those that change no computed value.
+    All other keys are added to ``draft.unread``, except those that a recipe need not contain. ``saved``: whether
+    torchtitan saved the document. Raise InputError if the old and the new name of a key have different values.
     """
     given = Settings(draft, draft.origin, TABLE["keys"], default="torchtitan's default of {}")
     for section, values in document.items():

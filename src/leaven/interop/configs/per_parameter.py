@@ -97,7 +97,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
-    """Return the variables of Megatron's template that all candidates share."""
+    """Return those variables of Megatron's template that are the same for all candidates."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
     # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
@@ -174,7 +174,7 @@ def _alike(
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield one candidate without settings of single parameters; DeepSpeed has none."""
+    """Yield the only candidate for DeepSpeed. It has no settings of single parameters, because DeepSpeed has none."""
     yield Candidate({}, None, {"client_groups": len(optimizer_groups(run.table.rows))})
 
 
@@ -285,7 +285,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for NeMo Automodel. It sets factors on lr and decay by patterns of names.
 
-    Automodel has one beta1, beta2 and eps for all parameters: those of most hidden weights in the recipe.
+    Automodel has one beta1, beta2 and eps for all parameters: those in the most frequent settings of hidden weights.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")

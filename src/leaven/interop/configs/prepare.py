@@ -38,7 +38,8 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
             wanted[now] = wanted.pop(before)
     if unlike := named.keys() ^ wanted.keys():
         raise ValueError(
-            f"{path} belongs to another model: only the file or only this model has {', '.join(sorted(unlike)[:3])}; "
+            f"{path} belongs to another model: the file and this model do not both have "
+            f"{', '.join(sorted(unlike)[:3])}; "
             "use the file that was exported for this model"
         )
     groups: dict[str, dict[str, Any]] = {}

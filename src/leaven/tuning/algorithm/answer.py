@@ -8,8 +8,8 @@ of the loss between seeds.
    any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and other
    searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. If
-   the gain is at most the noise, the answer is the start. Without the confirmation trials of item 3, the gain must
-   even be above 2.5 times the noise, as smaller gains are often luck. Item 4 has an exception.
+   the gain is at most the noise, the answer is the start. Without confirmation trials (item 3), the gain must be
+   above 2.5 times the noise, because smaller gains are often luck. Item 4 is an exception.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen finalist and the start
    run again with new seeds: the confirmation trials. The gain in these trials must be above the noise, and their
@@ -131,11 +131,11 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return loss and octaves (D,) of the point with the fewest changes that is not worse than ``point``.
+    """Return loss and octaves (D,) of the point with the fewest changes to the start that is as good as ``point``.
 
-    Compared are the start and the points repeated with fresh seeds, if they have at least ``RERUNS`` losses, all
-    finite. A point is not worse if its mean loss and its predicted loss are at most ``seen.floor`` above those of
-    ``point``. The result may be ``point`` itself.
+    The candidates are ``point``, the start, and points repeated with fresh seeds. A candidate other than ``point``
+    needs at least ``RERUNS`` losses, all finite. Its mean loss and its predicted loss must be at most ``seen.floor``
+    above those of ``point``.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -229,11 +229,12 @@ class FittedTrials:
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
-        """Return the candidates for final trials, the best first. Without a finite loss, the list is empty.
+        """Return the candidates for final trials, the best first, or [] if no loss is finite.
 
-        By default, these are the points with a finite loss, by measured loss. With ``by_surrogate``, the order is by
-        predicted loss, and two points are added near the front: the minimum of the surrogate, and a point that
-        changes fewer values but probably loses no more than the noise. Outliers come last. The start is not ranked.
+        By default, these are the points with a finite loss, in the order of their measured losses. With
+        ``by_surrogate``, the order is by predicted loss. Outliers then come last, and the start is not ranked. Two
+        points are added near the front: the minimum of the surrogate, and a point that changes fewer values but
+        probably loses no more than the noise.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():

@@ -1,9 +1,9 @@
 """Compute each searched value's part in the gain of the best point, and the possible gain of more trials.
 
-The possible gain is the loss at the best point minus the minimum within ``TRUST`` steps of this point.
-Quadratics are drawn from the surrogate's posterior, and the median of their possible gains is used. With
-at most ``DESIGNED`` searched values, this median is too high, because the prior has one typical curvature
-for all values. So the possible gain is then at most what the second half of the trials gained.
+The possible gain is the loss at the best point minus the lowest loss within ``TRUST`` steps of it (see
+trust_region.py for steps). It is computed for quadratics drawn from the surrogate's posterior, and the
+median is used. With at most ``DESIGNED`` searched values, the median is too high, because the prior has one
+typical curvature for all values. Then it is limited to the gain of the second half of the trials.
 
 After n trials, the possible gain is about proportional to 1 / n. So after n more trials, half of it is
 left, and the other half is what these trials bring. docs/concepts/search.md says how accurate this is.
@@ -139,11 +139,11 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the two numbers that bring most of the predicted gain if only these two change.
+    """Return (i, j, share): the two numbers whose change alone brings the largest gain predicted by ``now``.
 
-    ``share`` is their gain / the gain of all numbers from the start to ``best`` (D,), at most 1. Each number stays in
-    the range of its values in ``points`` (n, D). Choices are ignored. Return None if there are too few numbers or
-    trials, or if the gain to ``best`` is at most ``noise``.
+    ``share`` is this gain / the gain of changing all numbers from the start to ``best`` (D,), at most 1. Each number
+    stays in the range of its values in ``points`` (n, D). Choices are ignored. Return None if there are too few
+    numbers or trials, or if the gain of ``best`` is at most ``noise``.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

@@ -70,7 +70,7 @@ class Quadratic:
 
     slope: Array  # (D,)
     hessian: Array  # (D, D)
-    least: float  # :meth:`minimum` assumes at least this curvature along each column
+    least: float  # :meth:`minimum` raises smaller diagonal entries of the hessian to this
 
     def __call__(self, x: Array) -> Array:
         """Return the values (m,) of the function at points (m, D)."""
@@ -201,8 +201,8 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Divide each trial's row by the standard deviation of its error, and remove the model's constant term
-        by projection."""
+        """Return ``values`` with each trial's row divided by the standard deviation of its error, and with the
+        constant term of the model projected out."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
@@ -276,8 +276,11 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return a prior for each of ``DIFFERENCES``, from an earlier search with trials at ``columns`` (n, D + E)
-    and ``losses`` (n,). The new search has only the first ``d`` columns."""
+    """Return a prior for each of ``DIFFERENCES``, from the ``losses`` (n,) of an earlier search at ``columns``.
+
+    ``columns`` has the shape (n, D + E). The new search has the first D = ``d`` of these columns, and not the other
+    E. The ``noise`` of the losses is fitted if it is None.
+    """
     if noise is None:  # a noise of 0 would make the priors far too narrow
         lowest = np.argsort(losses)[:FITTED]
         noise = fitted_noise(columns[lowest], losses[lowest])

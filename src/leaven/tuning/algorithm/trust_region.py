@@ -244,14 +244,14 @@ class Region:
     """The trust region: proposes points near the best point so far, and predicts losses. Points are in octaves."""
 
     incumbent: Array  # (D,), the best point so far
-    radius: float  # size of the random move of a proposal, in units of the difference in item 3 of the method
-    surrogate: Surrogate  # its inputs are the columns of ``features``
-    divergence: DivergenceModel  # its inputs are the same columns
+    radius: float  # a proposal's random move is this factor x the difference of the two minima (item 3 above)
+    surrogate: Surrogate  # predicts the loss from the columns of ``features``
+    divergence: DivergenceModel  # predicts divergence from the same columns
     since: int  # number of trials that ended after the incumbent
     low: Array  # (D,), the lower ends of the box
     high: Array  # (D,), the upper ends of the box
-    features: Features  # the origin is the start or, if the start diverged, the first trial that finished
-    never: NDArray[np.bool_]  # (F,), whether a column is 0 in all trials so far
+    features: Features  # converts points to columns; its origin is the start, or the first finished trial (item 7)
+    never: NDArray[np.bool_]  # (F,), whether a column of ``features`` is 0 in all trials so far
 
     @property
     def predicted(self) -> Array:
@@ -325,10 +325,10 @@ class Region:
         return found
 
     def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
-        """Return the minimum of ``quadratic`` as columns (F,), see :class:`Features`.
+        """Return the columns (F,) (:class:`Features`) at which ``quadratic`` is lowest, with the choices of a point
+        ``levels`` (D,).
 
-        Numbers stay in the box and within ``reach`` steps of the point ``around`` (D,). Choices stay at their levels
-        in the point ``levels`` (D,).
+        Numbers are in the box of the trust region, and within ``reach`` steps of the point ``around`` (D,).
         """
         number = self.features.level == 0
         here, fixed = self.features.of(around), self.features.of(levels)

@@ -58,9 +58,9 @@ def gone(owner: str) -> bool:
 
 
 class Leases:
-    """A context manager that sends this command's heartbeats from a thread and watches those of others.
+    """A context manager. A thread sends this command's heartbeats, and :meth:`dead` reads those of other commands.
 
-    ``clocks`` maps the ids of other commands to their heartbeats at the last call of :meth:`dead`. A
+    ``clocks`` has the heartbeat of each command that the last call of :meth:`dead` read, by the command's id. A
     heartbeat is a Unix time by the sender's clock. 0 means no heartbeat.
     """
 

@@ -144,13 +144,16 @@ def _texts(source: LossSource, last: re.Match[str], start: int, end: int) -> lis
 
 
 def _before(text: str, place: int) -> str:
-    """Return the part of a line of ``text`` before index ``place``, with numbers as 0 and without white space."""
+    """Return up to ``MOST_BEFORE`` characters before index ``place``, on the same line of ``text``.
+
+    Each number becomes 0, and white space is removed.
+    """
     line = text[max(0, place - MOST_BEFORE) : place].rpartition("\n")[2]
     return re.sub(r"\s", "", _ANY_NUMBER.sub("0", line))
 
 
 def _after(loss: re.Match[str]) -> str:
-    """Return the first word after a loss on its line, "0" if a digit comes first, or "" if there is neither."""
+    """Return the next word on the line of a loss, "0" if a digit comes first, or "" if neither follows."""
     line = loss.string[loss.end("loss") : loss.end("loss") + MOST_BEFORE].partition("\n")[0]
     found = re.search(r"\d|[^\W\d]+", line)
     return "" if found is None else re.sub(r"\d", "0", found[0])
@@ -206,8 +209,8 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
         return
     if more == 1:
         raise InputError(
-            f"{where}: {key} is null after its last loss, for NaN or for no loss; write NaN for NaN, and leave "
-            f"{key} out of lines without a loss"
+            f"{where}: {key} is null after its last loss, and null may mean NaN or no loss; write NaN for NaN, and "
+            f"leave {key} out of lines without a loss"
         )
     yield from ((step, row | {key: math.nan}) for step, row in nulls)
 

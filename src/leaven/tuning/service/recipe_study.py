@@ -131,12 +131,12 @@ class TrialTrainer:
 
     space: Space
     tokens: TokenSet
-    durations: Sequence[int]
+    durations: Sequence[int]  # run lengths in tokens; empty: only that of the recipe
     folder: Path  # of the checkpoints
     devices: Sequence[str | None]  # the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
     stop: Callable[[], bool]  # returns whether to stop; running trials then run again later
     note: Callable[[str], None]  # shows a line to the user
-    inputs: str  # the fingerprint that text and start weights must have
+    inputs: str  # the expected fingerprint of the text and the start weights
     # Number of trials that a worker trains at once. If it is above 1, no trial is pruned, because the other trials of
     # the stack would not become faster.
     stack: int

@@ -47,10 +47,10 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 class SeededSampler(BaseSampler):
     """The sampler of all search methods except ``trust-region``. It wraps a sampler of Optuna.
 
-    The store declares the whole space as the range of each value. But Optuna's sampler draws only from a box in the
-    space, which grows during the search (:func:`box`). Each proposal has its own random seed. So commands that share
-    a search draw different proposals, and a resumed search does not repeat its proposals. Method ``grid`` draws
-    random points once its grid is complete.
+    Optuna's sampler draws only from a box in the space, which grows during the search (:func:`box`). In the store,
+    each value keeps its whole range. Each proposal has its own random seed. So commands that share a search draw
+    different proposals, and a resumed search does not repeat its proposals. Method ``grid`` draws random points once
+    its grid is complete.
 
     Method ``cma`` (CMA-ES) is an exception: it stays near the start by itself. Its box is symmetric around the start,
     contains the space and does not grow. Proposals outside the space are clipped. The covariance matrix is diagonal,
@@ -142,7 +142,7 @@ def job_index(trial: FrozenTrial) -> int:
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest (distance from the start to a bound) / (scale of the value)."""
+    """Return the largest distance from the start to a bound over all values, in units of each value's scale."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 

@@ -260,7 +260,10 @@ class SearchLoop:
                     self._ended.append(proposal.number)
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
-        """Let the failed trials of ``calls`` run once more. If ``fails``, also end the search with an InputError."""
+        """Give the failed trials of ``calls`` another attempt, except trials that were given back before.
+
+        If ``fails`` and any trial was given back, end the search with an InputError.
+        """
         numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self.stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(

@@ -278,7 +278,8 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region. It is fitted again once about a share ``REFITTED`` of the ended trials is new."""
+        """Return the trust region. It is fitted again once enough ended trials are new: a share
+        ``REFITTED`` of all, at least one."""
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
         if self._known is None or self._known[0] != count:

@@ -383,9 +383,9 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
-    """Return whether ``attempt`` cannot be a later state of the attempt ``before``.
+    """Return whether ``attempt`` cannot be a later state of ``before``, an earlier read of the same number.
 
-    Either another call created it, or ``before`` has ended and ``attempt`` has not.
+    This is so if another call created ``attempt``, or if ``attempt`` has not ended although ``before`` had.
     """
     earlier = before.state.is_finished() and not attempt.state.is_finished()
     return earlier or attempt.system_attrs.get(TICKET) != before.system_attrs.get(TICKET)

@@ -1,9 +1,9 @@
-"""Open the store of a study: an Optuna storage in a file or on a server. Calls are repeated while the store
-is unreachable.
+"""Open the store of a study: an Optuna storage in a file or on a server. Calls are repeated while the store is
+unreachable.
 
-A connection may break just after a call has changed the store. So before a trial is created again,
-leaven looks for a trial with the call's unique id (the ticket). A trial may be ended again with an equal
-result. All other calls can be repeated without harm.
+A connection may break just after a call has changed the store. A repeated call could then do its work twice. So a
+repeated creation of a trial first looks for a trial with the call's unique id (the ticket). A repeated call may end a
+trial that has ended, if the result is equal. All other calls can be repeated without harm.
 """
 
 import errno

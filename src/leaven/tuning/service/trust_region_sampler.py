@@ -42,9 +42,9 @@ class TrustRegionSampler(BaseSampler):
 
     - A trial counts as diverged if it failed, or if its value is infinite or beyond +-1e50. As long as all
       trials have diverged, each new trial has lower learning rates. Learning rates are the parameters named ``lr``,
-      ``learning_rate``, ``max_lr`` or ``peak_lr``. If there are none, they are those named ``*.lr``.
-    - The value of a pruned trial is its last reported value. A value better than the median of the completed
-      trials is replaced by the median, and one worse than their worst value by that value.
+      ``learning_rate``, ``max_lr`` or ``peak_lr``; without such a name, those named ``*.lr``.
+    - The value of a pruned trial is its last reported value. It is limited to the range from the median of the
+      completed trials to the worst of them.
     - A parameter is drawn at random after its first trial if only some trials have it, or if its range
       changes.
     - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no
@@ -153,8 +153,8 @@ class AxisOfDistribution:
 
     name: str
     distribution: BaseDistribution
-    limits: tuple[float, float] | range  # steps; range(n) for a choice
-    unit: float = 1.0  # a step, in octaves if the distribution is logarithmic
+    limits: tuple[float, float] | range  # the ends of the axis, in steps of ``unit``; range(n) for n choices
+    unit: float = 1.0  # length of a step, in octaves if the distribution is logarithmic
 
     @classmethod
     def of(cls, name: str, distribution: BaseDistribution) -> "AxisOfDistribution":
@@ -171,11 +171,11 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return the position of the start on this axis.
+        """Return the position of the start on this axis. It is the position of the first of these that exists:
 
-        This is the position of the value in ``given``; if there is none, of the value in the trial ``first``; if
-        there is none either, the middle of the range, or the first choice. Raise InputError if the objective does
-        not allow the value in ``given``.
+        1. the value in ``given``; raise InputError if the objective does not allow it,
+        2. the value in the trial ``first``,
+        3. the middle of the range, or the first choice.
         """
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2

@@ -207,7 +207,7 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Return the median and range of ``key`` over all laws, and the range without extrapolating laws."""
+    """Return texts: median and range of ``key`` over all laws, and the range over laws that do not extrapolate."""
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]
     parts = [
