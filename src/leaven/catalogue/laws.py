@@ -102,8 +102,9 @@ class LossLaw(Part):
 class ExpertsLoss(Part):
     """A loss law of mixtures of experts (arXiv 2502.05172, equations 4 and 6).
 
-    L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E). N is the number of parameters
-    that a token uses. E grows with the number of experts, from ``start`` for a dense model to ``most``.
+    L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E), for N parameters that a token
+    uses, and D training tokens. E stands for the number of experts: it grows from ``start`` for a dense model towards
+    ``most``.
     """
 
     irreducible: float

@@ -1,7 +1,7 @@
 """Combine the values of a model's neighbours, the published runs nearest in size.
 
-The runs of a lineage copied one another's learning rate. So only one run of each lineage votes: of its runs
-that resemble the model most, the nearest in size (:func:`nearest`).
+Runs of a lineage copied one another's learning rate, so only one of them votes: the nearest among those that
+resemble the model most (:func:`nearest`).
 """
 
 import math
@@ -144,7 +144,7 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
     """Return the votes ``by`` and their middle, exp(median of the logarithms).
 
-    With ``weights``, the median is weighted, and interpolated between logarithms.
+    With ``weights``, the median is weighted. It is then interpolated linearly between the two middle logarithms.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)

@@ -53,14 +53,14 @@ def after_findings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return a list with the command to suggest after a check that failed or is undecided.
+    """Return the command to suggest after a check that failed or is undecided, as a list of at most one.
 
-    - If no row failed and the check advises options: the same check with these options.
-    - If a row failed and the check has a rule other than complete-d-p: the same check with complete-d-p.
-    - Otherwise: a command that writes an HTML page about the check. The list is empty if ``page`` was written
-      already.
+    - No row failed, and the check advises options: the same check with these options.
+    - A row failed under a scaling rule other than complete-d-p: the same check with complete-d-p.
+    - Otherwise: a command that writes an HTML page about the check. The list is empty if such a page exists already,
+      at ``page``.
 
-    ``run``: the folder of the check, if it has one. The page is then a report on this folder.
+    ``run`` is the folder of the check, if it has one. The page is then a report on this folder.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -262,7 +262,7 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 def _quoted(word: str) -> str:
     """Return ``word`` quoted for a shell, as ``$'...'`` if it has control characters.
 
-    Consoles print ESC as ``\\u001b``. Inside ``$'...'``, bash and zsh read these six characters as ESC.
+    Consoles print ESC as ``\\u001b``. bash and zsh read this text inside ``$'...'`` as ESC again.
     """
     if word.isprintable():
         return shlex.quote(word)

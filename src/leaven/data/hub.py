@@ -259,10 +259,10 @@ def _format(file: str) -> str:
 
 
 def _is_outdated(builder: Any) -> bool:
-    """Return whether a file on this machine may have changed since ``datasets`` cached it.
+    """Return whether a local file of ``builder`` may have changed since ``datasets`` cached it.
 
-    ``datasets`` compares modification times, which are old for files from an archive. This function uses the times
-    of the last change of the inode (ctime).
+    The function compares the change time of the inode (ctime). ``datasets`` compares modification times, which stay
+    old if files come from an archive.
     """
     changed = [os.stat(file).st_ctime_ns for file in _data_files(builder) if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")

@@ -59,15 +59,15 @@ def file_identity(path: Path) -> Hashable:
 def missing_shards(
     source: str, files: Iterable[Path], matches: Callable[[str], bool] = lambda name: True
 ) -> Iterator[str]:
-    """Yield a note if names such as train-00002-of-00003.parquet say that there should be more files.
+    """Yield a note if files are missing, according to names such as train-00002-of-00003.parquet.
 
-    Numbers begin at 0, or at 1 if the last number of a set is there. A missing file does not count if its name does
-    not match the source, because a user may choose some of the files on purpose.
+    Numbers begin at 0, or at 1 if the file with the last number exists (00003 in a set of 3). Missing files that the
+    source does not match are ignored, because a user may choose only some of the files on purpose.
 
     Args:
         source: the source, as the recipe names it.
         files: the files of the source.
-        matches: whether the source would include a file with this name, beside the others.
+        matches: whether the source matches a file of this name.
     """
     sets: dict[tuple[Path, str, int], dict[int, re.Match[str]]] = {}
     for path in files:

@@ -263,9 +263,12 @@ def _matches(
 ) -> Iterator[Path]:
     """Yield the files below ``folder`` that match ``pattern``, a glob split at slashes, such as ("**", "*.txt").
 
-    Unlike glob, raise InputError for a link to nothing, and OSError if a folder cannot be read. ``not_read`` collects
-    matches without content. ``above`` has the (device, inode) of the folders that "**" has entered. They are not
-    entered again, so a link to a parent folder does no harm.
+    Unlike glob, raise InputError for a link without a target, and OSError if a folder cannot be read.
+
+    Args:
+        not_read: receives empty folders, and folders and pipes that match.
+        above: (device, inode) of the folders that "**" has entered. They are not entered again, so a link to a parent
+            folder does no harm.
     """
     name, rest = pattern[0], pattern[1:]
     if _is_empty(folder):

@@ -30,8 +30,8 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """An endless stream of windows of ``seq_len + 1`` tokens, in a new random order in each epoch. Window w consists
-    of the tokens ``w * seq_len`` to ``(w + 1) * seq_len``, so its last token is also the first token of window w + 1.
+    """An endless stream of windows of ``seq_len + 1`` tokens, in a new random order in each epoch.
+    Windows begin ``seq_len`` tokens apart, so the last token of a window is the first token of the next window.
     Raise InputError if the tokens do not fill one window."""
 
     tokens: Tokens

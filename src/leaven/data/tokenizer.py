@@ -217,7 +217,7 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """Split a text, so that no run of white space or of other characters exceeds `LONGEST_WORD`."""
+    """Yield a text in pieces, so that no word or run of white space is longer than `LONGEST_WORD` characters."""
     # The search for long runs takes as long as encoding. Every long run fills at least one of these short stretches,
     # so if none is filled, the search is left out.
     short = LONGEST_WORD // 2

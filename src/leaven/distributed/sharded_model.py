@@ -178,10 +178,10 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Sum the router tallies of this step over all processes into ``tally``, and return it.
+        """Add the router tallies of this step, summed over all processes, to ``tally``, and return it.
 
-        ``tally`` has the shape (layers, experts + 1) and must contain only zeros. Afterwards, the last column is the
-        balance loss. The others are the numbers of tokens sent to each expert.
+        ``tally`` has the shape (layers, experts + 1) and must be zero before. The last column becomes the balance
+        loss; the others become the number of tokens sent to each expert.
         """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E

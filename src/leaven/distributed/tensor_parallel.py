@@ -83,11 +83,10 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes with plain tensors and its own parts of the
-    parameters.
+    """A parallel style: each rank computes the module with plain tensors, from its own parts of the parameters.
 
-    ``placements`` are by parameter name. The gradients of replicated parameters are summed over the ranks. Used
-    for norms, too: torch's own style needs much memory on a CPU.
+    ``placements`` says, by parameter name, how each parameter is sharded or replicated. Gradients of replicated
+    parameters are summed over the ranks. Norms use this style, because torch's own needs much memory on a CPU.
     """
 
     def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
@@ -218,11 +217,12 @@ def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
 def sharded_cross_entropy(
     hidden_BtD: Tensor, weight: DTensor, targets_BT: Tensor, *, group: dist.ProcessGroup, **how: Any
 ) -> Tensor:
-    """Return the loss of all ranks' tokens, by :func:`leaven.model.loss.cross_entropy`, on every rank.
+    """Return on every rank the loss of the tokens of all ranks, by :func:`leaven.model.loss.cross_entropy`.
 
-    ``hidden_BtD`` has the positions of this rank, and ``targets_BT`` all positions. The rows of ``weight``,
-    which are the vocabulary, are sharded. A rank computes the logits of its slice of the vocabulary in
-    chunks of tokens. For each token, ranks exchange only the maximum, the normaliser and the target's logit.
+    ``hidden_BtD`` has this rank's positions, ``targets_BT`` all positions. ``weight`` is the unembedding, sharded by
+    rows. ``how`` has further arguments of ``cross_entropy``. A rank computes the logits of its slice of the
+    vocabulary in chunks of tokens. For each token, ranks exchange only the maximum, the normaliser and the target's
+    logit.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

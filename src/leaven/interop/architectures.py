@@ -171,7 +171,7 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return the numbers to add to stored weights, by leaven's name: 1 for gains stored as gain - 1."""
+        """Return the offsets of stored weights, by leaven's name: 1.0 for each gain that is stored as gain - 1."""
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:

@@ -68,8 +68,8 @@ def _named(config: Config) -> Architecture:
 def given_keys(architecture: Architecture, config: Config) -> Config:
     """Return a config.json with current key names. A missing or null key gets the architecture's default.
 
-    For sizes in `implied` and keys in ``_OPTIONAL``, null instead means no value, and the key is left out. Raise
-    InputError if a known key has a value of the wrong type.
+    A null size in `implied`, or a null key in ``_OPTIONAL``, has no value and is left out instead. Raise InputError
+    if a known key has a value of the wrong type.
     """
     stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
     given = architecture.defaults | stated

@@ -1,9 +1,9 @@
-"""Classifies each parameter of a user's model: its role in a scaling rule, and leaven's name of its module.
+"""Find each parameter's role in a scaling rule, and leaven's name for its module, in a user's model.
 
-The module's name, such as ``mlp.out``, selects the multipliers that tuning sets for this module.
+A module name such as ``mlp.out`` selects the multipliers that tuning sets for the module.
 
-Role and name follow from the parameter's name, the type of its module, and the dimensions that grow
-between two sizes of the model. If they are ambiguous, an error asks for ``roles`` or ``modules``.
+Both follow from the parameter's name in the model, the type of its module, and the dimensions that grow between
+two sizes of the model. If they are ambiguous, an error asks for ``roles`` or ``modules``.
 """
 
 import warnings

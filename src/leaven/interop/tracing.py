@@ -59,9 +59,9 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
             after = once[last][1].double()
             if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():
                 raise InputError(
-                    f"{first[0]} ends a branch, but a multiplier of {' and '.join(branches)} would have no effect: a "
-                    "norm after the branch cancels it, and leaven cannot put the multiplier after a norm that is not "
-                    "a module; normalise the output of each branch with a module, such as nn.RMSNorm"
+                    f"a multiplier of {' and '.join(branches)} ({first[0]}) would have no effect: a norm "
+                    "after the branch cancels it, and leaven cannot put the multiplier after this norm, which is "
+                    "not a module; normalise the output of each branch with a module, such as nn.RMSNorm"
                 )
     return found
 

@@ -157,12 +157,12 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 def _joined(
     stored: Stored, held: Mapping[str, Tensor], factors: Mapping[str, float], offsets: Mapping[str, float]
 ) -> Tensor:
-    """Return the tensor of a file, made of leaven's tensors.
+    """Return a tensor as a file stores it, joined from leaven's tensors.
 
     Args:
         stored: how the file stores the tensor.
         held: leaven's tensors by name. A missing tensor, such as a bias that leaven's model lacks, counts as 0.
-        factors, offsets: by name. A tensor of leaven is multiplied by its factor, and its offset is then subtracted.
+        factors, offsets: by name of a tensor. The file gets factor x tensor - offset.
     """
     parts = []
     for name, shape in stored.parts.items():
@@ -568,7 +568,7 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
                 whole = plain.architecture.whole_name(name)
                 if whole in tensors:
                     raise InputError(
-                        f"{plain.folder / file}: {name} repeats the tensor {tensors[whole][1]}; remove one of them"
+                        f"{plain.folder / file}: {name} and {tensors[whole][1]} are the same tensor; remove one"
                     )
                 tensors[whole] = (opened, name)
         yield tensors

@@ -212,9 +212,9 @@ class _Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """An identity function of ``x`` whose backward pass also gives ``loss`` the gradient 1, so it is minimised, too.
+    """An identity function of ``x``. The backward pass also gives ``loss`` the gradient 1, so training minimises it.
 
-    The backward pass adds ``counted`` to ``tally``: the load of each expert, and the balance loss.
+    The backward pass adds ``counted``, the pair (load of each expert, balance loss), to ``tally``.
     """
 
     @staticmethod

@@ -97,9 +97,9 @@ def has_grouped_kernel(device: str) -> bool:
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
-    """Return the elements of ``sizes``. On a GPU, the host waits for them.
+    """Return the elements of ``sizes`` as a list. On a GPU, the host waits until they are computed.
 
-    Only the replacement of this function in :mod:`leaven.verification.dry_run` uses ``total``, the sum of the sizes.
+    ``total``, their sum, is for the replacement of this function in :mod:`leaven.verification.dry_run`.
     """
     found: list[int] = sizes.tolist()
     return found

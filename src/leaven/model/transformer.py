@@ -123,9 +123,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + a * attention(norm(x)), then x + m * mlp(norm(x)).
+    """A transformer block. By default, it computes x + a * attention(norm(x)), then x + m * mlp(norm(x)).
 
-    The factors a and m are constant. Norms on outputs come before the factors. Parallel branches read the
+    The factors a and m are constant. Output norms, if any, come before the factors. Parallel branches both read the
     same input.
     """
 

@@ -114,7 +114,7 @@ class BlockTable:
 
     @cached_property
     def whole(self) -> int:
-        """The number of parameters stored in full on every tensor-parallel rank, without routed experts."""
+        """The number of parameters that every tensor-parallel rank stores in full. Routed experts do not count."""
         return self.vectors + sum(row.size for row in self.matmuls if not row.routed and row.split == "none")
 
     @cached_property

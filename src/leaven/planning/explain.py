@@ -113,10 +113,10 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 
 
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
-    """Return at most four lines that say why neighbours of the chosen layout were not chosen.
+    """Return at most four lines that say why layouts similar to the chosen one were not chosen.
 
-    A neighbour has the next lower or higher tp, pp or zero, or a different recompute. ``pp 2 (with zero 1)``
-    means that pp 2 required a change of zero to 1. Neighbours at most 3% slower have no line.
+    A similar layout has the next lower or higher tp, pp or zero, or a different recompute. ``pp 2 (with zero 1)`` is
+    a layout with pp 2 that also needs zero 1. A layout that fits has no line if it is at most 3% slower.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []

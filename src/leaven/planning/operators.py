@@ -68,9 +68,9 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
-    The result is computed in tiles. The multiprocessors compute one tile each at a time, so the last round takes as
-    long as a full one. Products are slower if n or k is not a multiple of 64. With ``over_tokens``, k is a number of
-    tokens, and only n matters.
+    Each multiprocessor computes one tile of the result at a time, so the last round takes as long as a full one.
+    Products are slower if n or k is not a multiple of 64. With ``over_tokens``, k is a number of tokens, and only n
+    counts here.
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)

@@ -43,8 +43,8 @@ ACCURACY_OF_EXPERTS = (
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
     """Return the step times of published runs on an accelerator, such as ``H100-SXM-80GB``.
 
-    Only the name before the first hyphen must match. ``experts`` selects mixtures of experts, or if false, all other
-    models.
+    Accelerators are compared by name up to the first hyphen. If ``experts``, return only mixtures of experts, else
+    only dense models.
     """
     text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
     found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]
@@ -218,8 +218,8 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a cluster of ``gpu`` devices for a recipe, as ``COUNTxNAME``.
 
-    If the recipe's layout has several ranks, the count is their number. Otherwise it is the first of n, 2n,
-    4n, ..., 128n on which the recipe fits, or else n, with n from :func:`estimated_gpus`.
+    The count is the number of ranks in the recipe's layout, if that is above 1. Otherwise it is the estimate of
+    :func:`estimated_gpus`, doubled up to seven times until the recipe fits. If it never fits, return the estimate.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"

@@ -181,7 +181,7 @@ class NoiseFit(NoiseFitRow):
     """A power law fitted to measured noise scales, as a function of the tokens seen in training."""
 
     def at(self, tokens: float) -> float:
-        """Return the noise scale after ``tokens`` tokens: constant up to the first fitted measurement."""
+        """Return the noise scale at ``tokens``: a power law, constant before the first fitted measurement."""
         return self.last * float((max(tokens, self.from_tokens) / self.to_tokens) ** self.exponent)
 
     def reaches(self, noise: float) -> float:

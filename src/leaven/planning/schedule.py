@@ -63,8 +63,9 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order. ``micro_batches`` is the result of :func:`arrangement.scheduled`.
 
     In GPipe, all forward passes come first. In other schedules, a rank first runs some forward passes (the
-    first rank runs the most), then alternates forward and backward passes. In a zero-bubble schedule, rank r
-    runs each ``weight`` pass r backward steps after its ``input`` pass, so ranks with equal stages end together.
+    first rank runs the most), then alternates forward and backward passes. A zero-bubble schedule splits each
+    backward pass into an ``input`` and a ``weight`` pass. Rank r runs a ``weight`` pass after the next r ``input``
+    passes, so ranks with equal stages end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches

@@ -16,7 +16,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
     - ``weight``: the largest stage is as small as possible. Embedding and unembedding each count as
       (vocabulary x width) / (matrix weights that a token uses in an average block) blocks.
     - ``number``: stages differ by at most one block. Extra blocks go to the middle stages first, as in BLOOM.
-    - ``work``: each stage in turn gets its share of the FLOPs of blocks and unembedding, as in nanotron.
+    - ``work``: the stages have about equal FLOPs of blocks and unembedding, as in nanotron.
     """
     table = blueprint(model)
     n_layers = table.n_layers

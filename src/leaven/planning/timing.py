@@ -281,7 +281,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds that a collective takes for all blocks of the rank: dense parameters, then experts.
+        """Return the seconds that a collective takes for the dense parameters of the rank's blocks, then the experts.
 
         ``of_each`` is the number of bytes for each parameter.
         """

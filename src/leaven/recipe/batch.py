@@ -115,7 +115,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch size of every step, whatever the length of the run."""
+    """The batch size of every step, which does not depend on the length of the run."""
 
     sizes: tuple[tuple[int, int], ...]  # pairs (tokens consumed before the batch size applies, batch size in tokens)
 

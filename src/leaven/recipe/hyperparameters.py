@@ -66,7 +66,7 @@ class Clip(Part):
     # at most ``limit``. running: the global norm is at most ``limit`` x the running root mean square of the
     # clipped norms of earlier steps, which decays with Adam's beta2.
     mode: Literal["global", "per-module", "running"]
-    limit: NonNegative = 1.0  # as ``mode`` says: of a norm, or a factor on a running norm; 0 switches clipping off
+    limit: NonNegative = 1.0  # the largest norm, or with "running", a factor on the running norm; 0: no clipping
 
     @staticmethod
     def read(value: Any) -> Any:

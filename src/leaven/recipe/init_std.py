@@ -212,7 +212,7 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(
-            f'base and model differ in depth, and the depth would count twice: init = "{init}" draws the last matrix '
-            f"of each branch with std {INITS[init].outputs.text}, and rule {rule} multiplies each branch by L^-alpha "
-            f"(L is the number of blocks); {instead}"
+            f'base and model differ in depth, and the depth would count twice: init = "{init}" already scales the '
+            f"std of each branch's last matrix with depth ({INITS[init].outputs.text}), and rule {rule} multiplies "
+            f"each branch by L^-alpha, where L is the number of blocks; {instead}"
         )

@@ -224,7 +224,7 @@ class ModelShape(Part):
 
     @property
     def block_norms(self) -> tuple[str, ...]:
-        """Return a block's norms in order, such as ``mlp`` (before the branch) and ``mlp_out`` (after the branch)."""
+        """Return the names of a block's norms: ``mlp`` is the norm before the MLP, ``mlp_out`` the norm after it."""
         found = []
         for branch in _BRANCHES:
             shared = self.parallel_branches and branch == "mlp"

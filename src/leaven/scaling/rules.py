@@ -17,16 +17,17 @@ depth). All tables differ from the papers in these points:
   the block adds m g norm(y) to the residual stream. Here m is the branch's multiplier and g is the norm's gain.
 
   - m is applied after the norm, because a norm undoes every factor before it. m has the published cell. So
-    what a block adds to the stream, and how much a step changes it, scale as without the norm.
+    a block's addition to the stream, and its change in a step, scale as without the norm.
   - g has the cells of a gain before a branch. It starts at 1. Its gradient is the sum over tokens of m norm(y) times
     the gradient of the stream. The gradient of the stream is proportional to 1 / width, so the gradient of g falls as
     width^-1 L^-alpha. A step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha
     x lr, so the cell of lr is L^(alpha-1). Weight decay of g would shrink the branch itself.
-  - y is linear in some matrices. Their scale affects the size of a step, but not the normed output. Adam changes
-    y by lr x fan in x (size of the input). The norm divides this change by the size of y, which is std x fan in^(1/2)
-    x (size of the input). So lr fan in^(1/2) / std matters. With the published cells, lr ~ I^-1 and variance ~ I^-1,
-    this ratio is the same at every width. Then the gradient has the published exponents, and so has eps. (Multiplying
-    std and lr by c, and dividing eps and decay by c, trains the same model: tests/scaling/test_invariance.py.)
+  - Some matrices, such as a branch's last one, enter y linearly. Their scale does not change norm(y), but it changes
+    how far a step moves norm(y). Adam changes y by lr x fan in x (size of the input). The norm divides this change by
+    the size of y, which is std x fan in^(1/2) x (size of the input). So the ratio that matters is lr fan in^(1/2) /
+    std. With the published cells, lr ~ I^-1 and variance ~ I^-1, it is the same at every width. Then the gradient has
+    the published exponents, and so has eps. (Multiplying std and lr by c, and dividing eps and decay by c, trains the
+    same model: tests/scaling/test_invariance.py.)
   - Decay of these matrices sets the ratio step / weight, which is (2 lr decay)^(1/2) in equilibrium (Kosson et al.
     2025, arXiv 2510.19093). So decay ~ I, which keeps lr x decay constant. Fan et al. 2025, arXiv 2510.15262, argue
     for decay ~ I^(1/2): the ratio of a branch's output to its input must not change with the width. Their argument

@@ -84,10 +84,10 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Yield a warning for each ratio to the base (width, depth, batch, tokens) that is outside the tested range.
+    """Yield a warning for each ratio to the base (width, depth, batch, tokens) that is outside its tested range.
 
-    Batch ratios were tested with equal tokens, and so with other numbers of steps. A batch ratio therefore gives no
-    warning if the ratio of the steps was tested.
+    The batch was tested at equal tokens, so these tests also varied the number of steps. A batch ratio outside its
+    range gives no warning if the ratio of the steps is in the range of these tests.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):

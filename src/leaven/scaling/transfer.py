@@ -60,7 +60,7 @@ _FREE_FIELDS = {
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
-    """Return the model's values, by field, in which a tuned recipe and its target must agree."""
+    """Return the values of the model fields that must be equal in a tuned recipe and its target, by field."""
     fields = recipe.model.model_dump()
     experts = fields.pop("experts", None) or {}
     fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
@@ -233,8 +233,8 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return a table ``[scaling.base]`` that gives a recipe with the shape ``target`` the same base as ``recipe``.
-    The table has d_ff, d_head and n_kv_heads only if scaling ``target`` down gives other values."""
+    """Return the table ``[scaling.base]`` with which a recipe of the shape ``target`` keeps the base of ``recipe``.
+    It has d_ff, d_head and n_kv_heads only if ``target``, scaled down to this base, does not have the same values."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:

@@ -417,7 +417,8 @@ class CheckpointManager:
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
         """Start writing a copy of the checkpoint in a thread. Call :meth:`outcome` before the next save.
 
-        The run has no anomaly up to ``good_tokens`` trained tokens. This decides which older checkpoints are kept.
+        The run has no anomaly in its first ``good_tokens`` trained tokens. This number decides which older
+        checkpoints are kept.
         """
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)

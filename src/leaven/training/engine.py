@@ -236,7 +236,7 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return the number of tokens that count in the loss, in the first micro-batches of all processes together.
+        """Return the number of tokens that count in the loss, summed over the first micro-batch of every process.
 
         A sample that several processes read counts once. The result is a scalar.
         """

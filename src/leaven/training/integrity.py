@@ -315,8 +315,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 
 def is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file was not written by leaven. The files of leaven begin with a JSON object whose first key
-    is one of ``keys``. Return False for a missing or empty file."""
+    """Return whether a file has content that leaven did not write. Files of leaven begin with a JSON object whose
+    first key is one of ``keys``. Return False for a missing or empty file."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]

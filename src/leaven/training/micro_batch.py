@@ -106,8 +106,8 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe with "auto" replaced by the started run's micro-batch, if any. Another micro-batch
-    would change the last bits of the loss."""
+    """Return ``recipe`` with micro-batch "auto" replaced by that of ``run``, if the run has started. Another size
+    would change the last bits of the loss. A pipeline may lower the size."""
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()

@@ -251,8 +251,8 @@ class NoiseScale:
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
         """Add the gradient norms of one step to the running averages, and return the noise scale in tokens.
 
-        ``small_norm`` is the norm of a mean gradient over ``small`` tokens, and ``big_norm`` of one over ``big``
-        tokens. Return nan while the averaged estimate of the true gradient's squared norm is not positive.
+        ``small_norm`` and ``big_norm`` are the norms of gradients averaged over ``small`` and over ``big`` tokens.
+        Return nan while the averages estimate the squared norm of the true gradient as 0 or less.
         """
         small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
         noise = gradient_noise(widened(small), small_squared, big, big_squared)

@@ -161,8 +161,8 @@ class RunFolder:
     def recipe(self) -> Recipe:
         """Return the recipe with which the run trains now.
 
-        A manual rewind may change the recipe, and logs it as an event. So the recipe of the last such event counts,
-        even if recipe.toml is older. Paths of the text and the tokenizer come from recipe.toml.
+        If manual rewinds changed the recipe, this is the recipe that the last of them logged as an event; recipe.toml
+        may be older. But the paths of the text and the tokenizer come from recipe.toml, if it exists.
         """
         change = self.last_change()
         if change is None:
@@ -414,8 +414,8 @@ def _content(path: Path) -> bytes:
 def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
     """Return (lines of metrics.jsonl ordered by step, line numbers of damaged lines).
 
-    A line replaces earlier lines with the same or a later step, because the run was rewound. A line is damaged if
-    its step is not between those of the lines before and after it, although these two are in order.
+    A line replaces earlier lines with the same or a later step, because the run was rewound. A line is damaged if the
+    lines before and after it are in order, but its own step is not between theirs.
     """
     with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
     steps = [line["step"] for _, line in with_step]

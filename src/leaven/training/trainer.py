@@ -170,11 +170,10 @@ def train(
 def _warnings_of_faults(
     folder: Path, tokens: "TokenSet", caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Issue each note of ``tokens.lost`` as a Python warning. Return a callback for events, which does so with each
-    message of :func:`faults_in`, after the name of ``folder``.
+    """Issue each note in ``tokens.lost`` as a Python warning. Return a callback that issues warnings for events.
 
-    Only rank 0 warns. A warning points to the line that ``caller`` was executing when this function was called.
-    Equal warnings are shown once.
+    The callback's warnings are ``folder`` followed by a message of :func:`faults_in`. Only rank 0 warns. A warning
+    points to the line that ``caller`` was executing when this function was called. Equal warnings are shown once.
     """
     where, shown = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
 

@@ -217,7 +217,7 @@ class Command(Part):
         """Raise InputError if the command and the search space do not fit together:
 
         - The command has a placeholder without a value.
-        - A searched value has no placeholder. A command with ``{recipe}`` in the study of a recipe needs no others.
+        - A searched value has no placeholder. In the study of a recipe, ``{recipe}`` stands for all values.
         - ``config`` is given without the placeholder ``{config}``, or the other way round.
         - All trials would read their losses from the same path.
         """

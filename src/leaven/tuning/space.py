@@ -189,9 +189,9 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return a space in which the value at ``path`` stays below ``limit``.
+        """Return a space without the values of ``path`` at or above ``limit``, except the start point's.
 
-        Without a dimension for ``path``, this is ``self``.
+        Return ``self`` if the space does not search ``path``.
         """
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
@@ -394,7 +394,7 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
     if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
             f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves the value stays {value:g}, "
-            f"because it changes by whole {'sequences' if path == point.BATCH else 'tokens'}; give it more octaves"
+            f"because it is a whole number of {'sequences' if path == point.BATCH else 'tokens'}; give a wider range"
         )
     low, high = ends
     if unit == "tenth":  # stay within the values that a recipe may have

@@ -326,12 +326,12 @@ def _study_of(answer: Path) -> StudyDocument | None:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return what a study's gain is worth in training tokens of ``target``, for each share in ``SHARES``.
+    """Return what a study's gain is worth in training tokens of ``target``, one row for each share in ``SHARES``.
 
-    The gain is the loss that tuning saved. A larger model may keep only a share of it. Each row has the factor on the
-    tokens that would save as much as this share.
+    The gain is the loss that tuning saved. A larger model may keep only a share of it. A row has the factor on the
+    training tokens that would save this share of the gain.
 
-    ``answer`` is the best.toml of the study. The list is empty without a gain, or if the tokens are outside
+    ``answer`` is the best.toml of the study. The list is empty without a gain, or if the target's tokens are outside
     ``WORTH_TOKENS``.
     """
     study = _study_of(answer) if answer.name == "best.toml" else None

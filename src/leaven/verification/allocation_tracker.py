@@ -36,9 +36,9 @@ BytesByPart = Counter[str]
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors created inside it, by part, such as "activations".
 
-    Only parameters and tensors of the class ``of`` (an argument) are recorded. New tensors count as
-    "activations". :meth:`within` sets another part for new tensors, and :meth:`mark` for existing tensors. In the
-    context, ``item()`` of a fake tensor returns 1.
+    Only parameters and tensors of the class ``of`` are recorded; ``of`` is an argument of the constructor. New
+    tensors count as "activations": :meth:`within` sets another part for new tensors, and :meth:`mark` one for
+    existing tensors. In the context, ``item()`` of a fake tensor returns 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:

@@ -255,8 +255,11 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Fit a line to each of ``count`` equal time intervals of the curve. Return the mean residuals of `BLOCKS` blocks
-    of points in each interval, as an array (``count``, `BLOCKS`). Return None if an interval has too few points."""
+    """Return mean residuals of the curve from straight lines, one line in each of ``count`` equal time intervals.
+
+    The residuals are averaged over each of `BLOCKS` blocks of points in an interval: (``count``, `BLOCKS`). Return
+    None if an interval has too few points.
+    """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
     found = []

@@ -10,13 +10,13 @@ rule multiplies each residual branch by L^-alpha. Under a correct rule, only the
 the size of the model:
 
 - Over width, outputs whose last dimension does not grow, such as the model's logits, and query . key divided by a
-  growing d. Such an output is like a mean of N terms. At the start, the terms have independent signs, so the
-  mean falls as N^-1/2. Training adds a mean of order 1, which soon dominates.
+  growing d. Such an output is like a mean over the width. At the start, the terms of the mean have independent
+  signs, so it falls as N^-1/2. Training adds a mean of order 1, which soon dominates.
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers the lr of these matrices as
-  L^(alpha-1), so they learn less. Norms that read such an output may fall too, and so may attention logits, whose
-  queries and keys are such outputs. The norm before a branch reads the stream instead: its output must not fall.
+  L^(alpha-1), so they learn less. The same holds for norms that read such an output, and for attention logits, which
+  are computed from two such outputs. It does not hold for the norm before a branch, which reads the stream.
 
 If d grows, the attention logits *must* fall with the width at the start. This detects a model that
 divides query . key by sqrt(d), as is usual, instead of d. Before training, the logits of such a model
@@ -221,10 +221,9 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return a text with the direction of a slope that is outside its range, and the usual cause.
+    """Return a note on a slope that is outside its range: its direction, and the usual cause.
 
-    If ``value``, the slope, is negative, the output shrinks. ``foreign``: whether a user's factory made the
-    model.
+    The output shrinks if the slope ``value`` is below 0. ``foreign``: whether a user's factory made the model.
     """
     if value < 0:
         hint = "scaled twice?"

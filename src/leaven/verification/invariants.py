@@ -6,10 +6,11 @@ it is -2 if the combination falls to a quarter at twice the width. The check com
 correct rule, for which these statements hold:
 
 - ``lr x eps x entries`` is constant. Entries is the number of weights of the module, in all layers together. A step
-  of Adam changes the loss by lr x the sum of absolute gradients. A correct rule keeps this change constant, and makes
-  eps proportional to the gradients (see the gradient check).
-- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If the rule multiplies residual
-  branches by L^-alpha at depth L, with alpha below 1, this share may fall with the depth, at most as L^(alpha - 1).
+  of Adam changes the loss by lr x entries x (mean absolute gradient). A correct rule keeps this change constant. It
+  also makes eps proportional to the mean absolute gradient (see the gradient check).
+- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. There is one exception: if the
+  rule multiplies residual branches by L^-alpha at depth L, with alpha below 1, the share may fall with the depth, but
+  no faster than L^(alpha - 1).
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
 - ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens
   of the run as tokens^-t, with t from 0 to 1/2 (the literature finds 0.3 to 0.5). Over width and depth, the exponent
@@ -49,10 +50,10 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return combinations of optimizer settings, such as lr x eps x entries, for the parameters with each label.
+    """Return the combinations of optimizer settings of each parameter, such as lr x eps x entries, by module label.
 
-    Only parameters that AdamW or Muon trains are included. ``steps`` is (steps of the run) / (steps at the smallest
-    scale).
+    Parameters that neither AdamW nor Muon trains are left out. ``steps`` is (steps of the run) / (steps of the run at
+    the smallest scale).
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
@@ -163,7 +164,10 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and highest correct exponent along ``axis`` for a product of hyperparameters."""
+    """Return the lowest and highest exponent of a combination along ``axis`` under a correct rule.
+
+    ``column`` names the combination, such as "lr x decay x steps".
+    """
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

@@ -81,7 +81,7 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
 
     For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The label of the whole model is
     ``output``. Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of modules of one type
-    with submodules. A list inside a block does not contain blocks, and the model itself is not such a list.
+    with submodules. Such lists do not count if they are the model itself or inside a block.
     """
     lists: list[str] = []
     for path, module in model.named_modules():

@@ -29,7 +29,7 @@ class LossGrid:
 
     octaves: Array  # (values,), log2 of the values
     runs: tuple[Mapping[Hashable, float], ...]  # for each value, the losses by seed
-    means: Array  # (..., values), mean losses; if values have different seeds, without the effects of seeds
+    means: Array  # (..., values), mean loss at each value; seed effects are removed if seeds differ by value
     diverged: Array  # log2 of the values at which a run diverged
 
     @classmethod
@@ -174,11 +174,12 @@ class _Runs:
 def estimate(
     of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], *, paired: bool = False
 ) -> Estimate:
-    """Return ``of(grids)`` with its 95% bootstrap interval over seeds. Without residuals, the interval is None.
+    """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    Each draw adds random residuals to the losses. Residuals of a fit are smaller than the noise, so they are scaled
-    up. As there are few runs, they are also multiplied by (97.5% quantile of Student's t) / (97.5% quantile of the
-    normal distribution).
+    Each bootstrap sample adds residuals of a fit, drawn at random, to the losses. Residuals are smaller than the
+    noise, so they are scaled up. As there are few runs, they are also multiplied by (97.5% quantile of Student's t) /
+    (97.5% quantile of the normal distribution). The interval is None if a grid has no residuals, for example with one
+    run for each value.
 
     Set ``paired`` only if ``of`` depends on nothing but differences of losses within each grid. Then the mean effect
     of a seed does not count as noise.

@@ -23,7 +23,7 @@ class Exponent:
 
     @property
     def outside(self) -> float:
-        """The distance from the range, negative inside."""
+        """The distance of ``value`` from the range ``low`` to ``high``; negative inside."""
         return max(self.value - self.high, self.low - self.value)
 
     @property

@@ -38,8 +38,8 @@ def check_page(check: CheckDocument) -> str:
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a coordinate or gradient check, and the template variables of their sections.
 
-    Each axis (width or depth) and quantity has a chart with a curve for each module. Gradients are divided
-    by Adam's eps at the same size. Their curves are flat if the rule scales eps correctly.
+    Each axis (width or depth) and quantity has a chart, with a curve for each module. A curve of gradients is divided
+    by Adam's eps at each size, so it is flat if the rule scales eps correctly.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}

@@ -96,10 +96,10 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return (tokens of ``first``) / (tokens of ``run``), both at the final loss of the worse run.
+    """Return (tokens of ``first``) / (tokens of ``run``) at the same loss: the final loss of the worse run.
 
-    Both arguments are lists of (tokens, validation loss). Return None with fewer than two validations, or if
-    the better run reached this loss at its first validation.
+    Both arguments are lists of (tokens, validation loss). Return None if a list has fewer than two entries, or if the
+    better run had this loss or less at its first validation.
     """
     if min(len(run), len(first)) < 2:
         return None

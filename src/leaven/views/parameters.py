@@ -94,10 +94,10 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """Return the reason for a parameter's value, such as ``m_in^-1 = 0.25``. ``quantity``: key of ``HEADERS``.
+    """Return why a parameter has its value of ``quantity``, a key of ``HEADERS``, such as ``m_in^-1 = 0.25``.
 
-    Each m is a ratio target / base: of the fan in (m_in), fan out (m_out), head dimension (m_head), depth
-    (m_L), batch size (m_B), tokens (m_D), or Muon's factor on the update (m_match).
+    Each m is a ratio target / base: m_in of the fan in, m_out of the fan out, m_head of the head dimension, m_L of
+    the depth, m_B of the batch size, m_D of the tokens, and m_match of Muon's factor on the update.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:

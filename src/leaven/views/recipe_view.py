@@ -26,8 +26,8 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
         """Return the table line of the parameter ``name``. ``rows`` has its row in each layer.
-        A cell is for one quantity, such as lr: (range over the layers of ``beside`` or None, range over those of
-        ``recipe``, reason)."""
+        The line has one cell for each quantity, such as lr: (range over the layers of ``beside``, range over the
+        layers of ``recipe``, reason). The first range is None if ``beside`` does not have the parameter."""
         first, base = rows[0], others.get(name, [])
         cells = [
             (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
@@ -65,7 +65,7 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 
 
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
-    """Return a band with a colour for each layer, ``text`` beside it, and ``label`` in its tooltip.
+    """Return a band of the page: a coloured cell for each layer, ``text`` beside it, and ``label`` in its tooltip.
 
     ``state`` is "left" for a multiplier that the study did not search, "depth" for depth multipliers, or else "".
     """

@@ -45,7 +45,7 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check of ``checks.toml``, and what it compares for one recipe.
+    """A check of ``checks.toml``, with the values that it compares for one recipe.
 
     The fields from ``value`` on are set for the recipe: first by :meth:`read`, then by the function of the check. A
     check without limits gives a note whenever it applies.

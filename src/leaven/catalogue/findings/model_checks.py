@@ -69,7 +69,10 @@ def residual_std(check: Check, case: Case) -> Check | None:
 
 
 def branch_stds(check: Check, case: Case) -> Check | None:
-    """Check that the last matrices of all residual branches have about the same multiplier of the init std."""
+    """Compare the init_std multipliers of the last matrices of all residual branches, which should be about equal.
+
+    Return None if all are 0, or if ``init`` is not "rule".
+    """
     tuned = case.recipe.hyperparameters
     multipliers = {end: tuned.modules.get(end, Multipliers()).init_std for end in case.recipe.model.branch_ends}
     nonzero = {module: std for module, std in multipliers.items() if std}

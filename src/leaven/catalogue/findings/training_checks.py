@@ -83,9 +83,10 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report that the recipe has no z-loss, and that its lr is over 1.5 times the lr of every near run without one.
+    """Report that the recipe has no z-loss although its lr is high: over 1.5 times that of all near runs without one.
 
-    Return None unless two or more near runs lack a z-loss, and a run with a z-loss has at least half the recipe's lr.
+    The report needs at least two near runs without a z-loss, and a run with a z-loss whose lr is at least half the
+    recipe's. Otherwise return None.
     """
 
     def has_z_loss(run: PublishedRun) -> bool:

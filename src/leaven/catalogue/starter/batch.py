@@ -98,11 +98,11 @@ def batch_evidence(at: RunSize) -> Evidence:
 
 
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
-    """Choose and return the batch in tokens, from the reference run (``--from``) or from laws and published
-    runs.
+    """Choose the batch in tokens, add it to the draft, and return it.
 
-    If possible, a batch from laws and runs is at most the critical batch and leaves at least `LEAST_STEPS`
-    steps. Raise InputError if the run is too short for the reference run's batch.
+    If the reference run (``--from``) publishes a batch, use it, rounded to suit the GPUs. Otherwise use laws and
+    published runs; their batch is, if possible, at most the critical batch, and small enough for `LEAST_STEPS` steps.
+    Raise InputError if the run is too short for the reference run's batch.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)
@@ -200,7 +200,7 @@ def _divisible(sequences: int, gpus: int) -> int:
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return the allowed number of sequences whose tokens are nearest to ``wanted`` without exceeding ``most``.
+    """Return the allowed number of sequences that is nearest to ``wanted`` tokens and has at most ``most`` tokens.
 
     Allowed are 2^k and 3 x 2^k. If the largest odd factor q of ``gpus`` is above 1, only q x 2^k is allowed. If all
     allowed numbers exceed ``most``, return the smallest.

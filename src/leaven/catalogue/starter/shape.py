@@ -90,8 +90,11 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the size in `VOCABULARIES` that is nearest to ``usual``, or the largest smaller size with which the
-    embedding of ``width`` has at most `VOCABULARY_SHARE` of ``params``. Return the smallest size if none fits."""
+    """Return the size in `VOCABULARIES` nearest to ``usual``, or the next smaller one whose embedding fits.
+
+    An embedding of ``width`` fits if it has at most `VOCABULARY_SHARE` of ``params``. If no embedding fits, return
+    the smallest size.
+    """
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -296,10 +299,10 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the published values of a run for the `_CHOICES` of a model, by name.
+    """Return the values that a run publishes for the model's fields in `_CHOICES`, by field.
 
-    The values in `_STACK` are always there. If a run does not publish one, or leaven does not support it, it is the
-    default. Two exceptions: without a published QK-norm it is off, and an unsupported ungated activation is gelu.
+    A field without a published value that leaven supports gets its value in `_STACK`, or is left out. Two exceptions:
+    a missing QK-norm is off, and an unsupported activation without a gate is gelu.
     """
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):

@@ -1,9 +1,9 @@
 """Compares a recipe's parameter table with the settings of another trainer (an export target).
 
-An export does not preserve the settings that differ. Before the comparison, output multipliers are replaced by
-other settings, except those of tied embeddings: a matrix W with the output multiplier c trains like the matrix
-c W without a multiplier, if lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``,
-weight decay is part of the gradient, and is divided by c^2.
+Settings that differ are lost in the export. Before the comparison, output multipliers are folded into other
+settings, except those of tied embeddings. To fold a multiplier c of a matrix W: the matrix c W trains like W with
+the multiplier, if lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is
+part of the gradient, and is divided by c^2.
 """
 
 import json
@@ -103,8 +103,8 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        It is the largest divisor of a rank's sequences up to the recipe's micro-batch (``auto``: 1). Raise
-        InputError if ``layout.dp`` does not divide the batch.
+        With ``auto``, it is 1. Otherwise, it is the largest number up to the recipe's micro-batch that divides a
+        rank's sequences at every batch size. Raise InputError if ``layout.dp`` does not divide a batch size.
         """
         recipe = self.recipe
         dp, wanted = recipe.layout.dp, recipe.batch.micro_batch

@@ -166,7 +166,7 @@ class Settings:
 
     - ``kind``: "count" (a whole number), "number", "word" (a string), "switch" (on or off) or "table";
     - ``min``: the smallest allowed count;
-    - ``default``: the trainer's default; without one, reading a count or number that is not given is an InputError;
+    - ``default``: the trainer's default. A count or number with neither a given value nor a default is an InputError;
     - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
     - ``optional``: if true, ``path`` stays unset when the setting is not given;

@@ -331,7 +331,10 @@ def _batch_and_duration(given: Settings, length: int) -> None:
 
 
 def _stages(given: Settings, length: int) -> list[dict[str, int]]:
-    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences)."""
+    """Return ``batch.stages`` of a --step-batch-size-schedule such as "0:2 0.1M:4 1M:8" (tokens:sequences).
+
+    Stages start at whole sequences of ``length`` tokens.
+    """
     label, stages = given.label("step-batch-size-schedule"), []
     for entry in re.split(r"[\s,]+", given["step-batch-size-schedule"].strip()):
         numbers = []

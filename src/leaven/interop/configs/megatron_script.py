@@ -80,8 +80,8 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
             if kind != "switch" and re.match(r"[+-]?\.?\d", spare[0]):
                 raise InputError(f"{origin}: --{flag} {' '.join(words)}: leaven reads one value of --{flag}")
             raise InputError(
-                f"{origin}: {spare[0]} after --{flag} is not the value of any flag; correct or remove it; if it "
-                "belongs to another command, such as echo, give a file with only the flags"
+                f"{origin}: {spare[0]} after --{flag} is not the value of any flag; correct or remove it, or, if "
+                "another command such as echo uses it, give a file with only the flags"
             )
         if kind == "switch":
             continue
@@ -156,11 +156,10 @@ def _plain(text: str, *, comments: bool = True) -> str:
 
 
 def _words_in_quotes(text: str, before: str) -> list[str]:
-    """Return the words of ``text``, which was in quotes and contains flags. ``before`` is the word in front of the
-    quotes.
+    """Return the words of ``text``, a text in quotes that contains flags. ``before`` is the word before the quotes.
 
-    The text is read as a shell script if ``before`` is an option such as ``-c``, or if the text has several lines and
-    names a script such as ``pretrain_gpt.py``. Raise ValueError if a script cannot be parsed.
+    ``text`` is read as a shell script if ``before`` is an option such as ``-c``, or if ``text`` has several lines and
+    names a script such as ``pretrain_gpt.py``. Raise ValueError if it cannot be parsed.
     """
     try:
         if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):

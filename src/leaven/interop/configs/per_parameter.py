@@ -119,8 +119,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
-            f"megatron-module sets whole parameters, and layout.zero = {run.recipe.layout.zero} is Megatron-FSDP, "
-            "which shards them; use --set layout.zero=1"
+            f"layout.zero = {run.recipe.layout.zero} is Megatron-FSDP, which shards parameters, but "
+            "megatron-module sets whole parameters; use --set layout.zero=1"
         )
     _require_dense(shape, "megatron-module")
     # Megatron's layer norms have biases even if its matrices have none.
@@ -220,10 +220,10 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return a pair (regular expression, values) for each group. A name has the values of the first match.
+    """Return a pair (regular expression, values) for each group. The first expression that matches a name decides.
 
     Args:
-        groups: the names of parameters by the values that they share. The largest group has the expression ``.*``.
+        groups: parameter names by the values that they share. The last pair is ``.*`` for the largest group.
         blocks: path of the model's list of blocks.
         end: regular expression for the end of the names.
     """

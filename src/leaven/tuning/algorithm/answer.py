@@ -193,9 +193,9 @@ class FittedTrials:
     def predicted(self) -> dict[Point, float]:
         """The predicted loss of each evaluated point, up to a constant. Outliers and diverged points are left out.
 
-        It is the surrogate's prediction plus a share of (mean loss - surrogate's prediction). The share is 1 if no
-        noise is known, and otherwise max(0, 1 - (f / s)^2). f is ``floor``, below which differences of losses do not
-        count, and s is the surrogate's noise.
+        It is s + share x (m - s). s is the surrogate's prediction, and m is the point's mean loss. If ``noise`` is
+        None, the share is 1. Otherwise it is max(0, 1 - (``floor`` / noise of the surrogate)^2). Differences of
+        losses below ``floor`` do not count.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -304,8 +304,10 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials, else None. The start needs none. Nor does a point that
-    was the only finalist (the only point run with fresh seeds)."""
+    """Return the best point, if it needs confirmation trials, else None.
+
+    The start needs none. A finalist (a point run with fresh seeds) needs none if it is the only finalist.
+    """
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best

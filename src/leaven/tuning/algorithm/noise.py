@@ -58,10 +58,10 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
 def noise_between_seeds(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
-    """Return the noise between seeds and its degrees of freedom. The noise is ``given`` or else measured.
+    """Return the noise between seeds and its degrees of freedom. The noise is ``given``, or else measured.
 
-    Trials with the purpose "search" count only at the start point. At other points, their losses are biased:
-    a point runs again only if its loss was low.
+    It is measured on points that ran several times. Trials with the purpose "search" count only at the start point.
+    Their losses elsewhere are biased, because only points with a low loss run again.
     """
     if given is not None:
         return given, GIVEN

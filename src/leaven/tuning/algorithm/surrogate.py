@@ -228,8 +228,9 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
 
 
 def fitted_noise(points: Array, losses: Array) -> float:
-    """Return the most likely standard deviation of the noise in ``losses`` (n,) at ``points`` (n, D). The spread
-    of the lower half of the losses caps the result. The fit takes about 100 n^3 operations."""
+    """Return the most likely standard deviation of the noise in ``losses`` (n,) at ``points`` (n, D). It is at most
+    `LOWER_HALF` times the standard deviation of the lower half of the losses. The fit takes about 100 n^3 operations.
+    """
     n, d = points.shape
     spread = float(np.std(losses))
     if spread == 0:

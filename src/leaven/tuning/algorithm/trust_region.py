@@ -23,9 +23,9 @@ is ``scale`` octaves, the typical distance of an optimum from the start.
    posterior mean.
 6. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
    keep the incumbent's level.
-7. Until a trial has finished, each divergence lowers the learning rates by a quarter of an octave, and brings the
-   proposals closer together. If no learning rate is searched, proposals spread further out instead. If the start
-   diverged, the models measure distances from the first trial that finishes.
+7. While all trials diverge, each divergence lowers the learning rates by a quarter of an octave and brings the
+   proposals closer together. If no learning rate is searched, the proposals spread further out instead. If the start
+   diverged, the models later measure distances from the first trial that finished, not from the start.
 
 Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, up
 to the bounds of the space. So the box grows while the best point lies at its edge.
@@ -135,7 +135,7 @@ class Axes:
 
     @cached_property
     def levels(self) -> NDArray[np.int_]:
-        """The number of levels on each axis, (D,). Numbers have 0 levels."""
+        """The number of levels on each axis, (D,). Axes of numbers have 0 levels."""
         return np.array([len(limits) if isinstance(limits, range) else 0 for limits in self.limits.values()])
 
     @property
@@ -354,7 +354,7 @@ class Region:
 
 
 def _replaced(base: Array, x: Array) -> Array:
-    """Return copies (D, m, D) of ``base`` (D,). In copy [i, j], value i is ``x[i, j]``; ``x`` is (D, m)."""
+    """Return copies of ``base`` (D,), as (D, m, D). In copy [i, j], ``x[i, j]`` replaces value i. ``x`` is (D, m)."""
     own = np.eye(len(base), dtype=bool)[:, None]
     return np.where(own, x[..., None], base)
 

@@ -202,9 +202,9 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether the command failed because a disk was full. Then delay the next trials by ``FULL_SECONDS``.
+        """Return whether the command failed because a disk was full. If so, no trial starts for ``FULL_SECONDS``.
 
-        After ``MOST_REPEATS`` such attempts at a trial, return False, so that further attempts count as failed.
+        After ``MOST_REPEATS`` such failures of ``trial``, return False. The attempt then counts as failed.
         """
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
@@ -336,8 +336,8 @@ def _require_same_file(output: BinaryIO, path: Path) -> None:
         if os.path.samestat(os.fstat(output.fileno()), there):
             return
     raise InputError(
-        f"{path} was replaced while its command ran, by another study in this folder, an editor or a sync program, "
-        "so its losses were not used; run the same command again"
+        f"{path} was replaced while its command ran, so its losses were not used; run the same command again "
+        "(possible causes: another study in this folder, an editor, a sync program)"
     )
 
 
@@ -351,9 +351,9 @@ def _end_of(output: Path, most: int) -> str:
 class CommandStudy(BaseStudy):
     """A study whose trials run ``command``. See :class:`BaseStudy` for the other arguments.
 
-    The constructor raises InputError on Windows, if the command does not fit the space (:meth:`Command.check`), or
-    if the command has no placeholder for the seed and ``noise`` is not 0. If the study is in a journal, entering the
-    context raises InputError when the working folder is not the folder in which the study began.
+    The constructor raises InputError on Windows, if the command does not fit the space (:meth:`Command.check`), or if
+    ``noise`` is not 0 and the command has no placeholder for the seed. A study in a journal must run in the folder in
+    which it began; entering the context in another folder raises InputError.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def _flops_of_trial(recipe: Recipe, durations: Sequence[int]) -> float:
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the part of the space that can be searched with ``method`` and ``durations``."""
+    """Return ``space`` without the values and parts of ranges that ``method`` and ``durations`` rule out."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -236,8 +236,8 @@ class Study(BaseStudy):
         stack: number of trials that a worker trains at once as one batched model (``training/stack.py``).
 
     Raises:
-        InputError: as :class:`BaseStudy`, and if a duration cannot be trained on the tokens, if no value is left to
-            search, or if ``data.tokens`` is searched although no text is repeated.
+        InputError: as :class:`BaseStudy`. Also if a duration cannot be trained on the tokens, or if no value is left
+            to search. Also if ``data.tokens`` is searched and no text is repeated (more is always better).
     """
 
     space: Space

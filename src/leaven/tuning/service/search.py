@@ -92,7 +92,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
 
     The first trial is at the start. With at least 12 trials and no ``noise`` given, one or two more trials at the
     start measure the noise. The last trials run the best points with fresh seeds; their losses decide which point is
-    best. A small budget, or ``noise`` 0, may leave no such trials. Optuna's dashboard can show the search.
+    best. A small budget, or ``noise`` 0, may leave out these last trials. Optuna's dashboard can show the search.
 
     Args:
         objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a loss or an
@@ -108,8 +108,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         seed: the random seed of the proposals.
         workers: number of threads, each of which runs one trial at a time.
         scales: octaves (units of log2) from the start point to a typical optimum, by name; default 1.
-        near: the box in which the search begins: (lowest, highest) distance from the start in octaves, by name;
-            default the whole space. Except with ``grid``, the box grows while the best points lie at its edge.
+        near: the box in which the search begins: (lowest, highest) octaves from the start, by name; default the whole
+            space. The box grows while the best points lie at its edge, except with ``grid``.
         expected: (distance of the expected optimum from the start, its standard deviation), in octaves, by name. Only
             for ``trust-region``, which ignores an expectation that the trials contradict.
         earlier: trials of an earlier search over the same values, for example for a smaller model, as octaves from
@@ -283,8 +283,8 @@ class SearchArguments(BaseModel):
             right = points.ndim == 2 and losses.shape == points.shape[:1] and points.shape[1:] >= (len(self.space),)
             if not (right and len(losses) and np.isfinite(points).all() and np.isfinite(losses).all()):
                 raise ValueError(
-                    "earlier: give finite points (n, D) and finite losses (n,), where D is at least the number "
-                    "of names in space and points are in octaves from the start point"
+                    "earlier: give finite points of shape (n, D), in octaves from the start point, and finite losses "
+                    "of shape (n,); D must be at least the number of names in space"
                 )
         for name, limits in self.space.items():
             at = self.start.get(name, 0.0)

@@ -65,7 +65,7 @@ class Budget:
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
     hours: float | None = None  # time during which at least one trial is active; parallel trials count once
-    run_flops: float | None = None  # FLOPs of one trial; if needed but None, the first trial alone measures them
+    run_flops: float | None = None  # FLOPs of one trial; if None but needed, the first trial runs alone to measure it
 
     def __post_init__(self) -> None:
         if not self._given:
@@ -81,7 +81,7 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as "100 trials". Final trials store this text."""
+        """The budget as text, such as "100 trials". Each final trial stores it as ``final_of``."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property

@@ -70,7 +70,7 @@ class TrialRequest:
     """A trial that the search plan asks to start."""
 
     purpose: str  # search | noise | rerun
-    job: str  # unique name of the work, such as search:12; an attempt with this job has been started for it
+    job: str  # unique name of the work, such as search:12; the work has begun if a trial has this job
     seed: int = 0
     point: Params | None = None  # None if Optuna's sampler proposes it
     attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the attempt
@@ -174,10 +174,10 @@ class StoredStudy:
         return list(self.read().trials.values())
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Start the requested trial, and return (number, point). Without a requested point, ``sampler`` draws it.
+        """Start the requested trial. Return (number, point), or None if another command got in the way.
 
-        Return None if another command has started the trial of ``request.job`` already, or if another command took
-        this one for dead and closed the attempt.
+        Without a requested point, ``sampler`` draws one. Another command gets in the way if it was first to start the
+        trial of ``request.job``, or if it took this process for dead and closed the attempt.
         """
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
         number = self.store.get_trial_number_from_id(trial_id)

@@ -75,18 +75,18 @@ def open_store(
     waited: Callable[[float], None] = lambda seconds: None,
     patience_seconds: float = 300,
 ) -> BaseStorage:
-    """Return the Optuna storage at ``where``, which retries calls while the server or file is unreachable.
+    """Return the Optuna storage at ``where``. It retries calls while the server or file is unreachable.
 
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory.
-        waited: called about every second while a call is retried, with the seconds since the call began. If
-            ``waited`` raises an exception, retries end.
-        patience_seconds: how long a call is retried before it raises StoreGone.
+        waited: called about every second during retries, with the seconds since the call began. An exception that it
+            raises ends the retries.
+        patience_seconds: how long a call is retried. After that, the call raises StoreGone.
 
     Raises:
         InputError: if ``where`` is not a supported store, or cannot be opened.
-        StoreGone: if an SQLite database is locked for longer than ``patience_seconds``.
+        StoreGone: if an SQLite database is locked for longer than ``patience_seconds`` while it is opened.
     """
     if where is None:
         return InMemoryStorage()
@@ -230,8 +230,10 @@ def _leave_read_only(context: "ExceptionContext") -> None:
 
 
 def _leave_moved_file(context: "ExceptionContext") -> None:
-    """Drop a connection whose SQLite file was moved, if another file now has the file's name. The next connection
-    opens the other file."""
+    """Drop the connection after an error if its SQLite file was moved and a new file has the old name.
+
+    The next connection then opens the new file.
+    """
     moved = getattr(context.original_exception, "sqlite_errorname", None) == "SQLITE_READONLY_DBMOVED"
     if moved and context.engine is not None and exists(str(context.engine.url)):
         context.is_disconnect = True

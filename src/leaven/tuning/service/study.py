@@ -298,7 +298,7 @@ class BaseStudy(ABC):
         return state
 
     def check_budget(self, trials: int | None, hours: float | None) -> None:
-        """Raise InputError without a budget, or if not even the coarsest grid fits into the budget."""
+        """Raise InputError if the budget is missing or invalid, or if ``trials`` is too small for method ``grid``."""
         known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
     def _may_begin(self) -> bool:

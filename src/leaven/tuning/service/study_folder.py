@@ -46,9 +46,9 @@ LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return the folders of attempts' checkpoints in ``folder`` as (number of the trial's first attempt, path).
+    """Return the checkpoint folders of attempts in ``folder`` as (number of the trial's first attempt, path).
 
-    The order is that of the names. Folders that do not have such a name, or have other content, are left out.
+    The list is sorted by name. Folders with another kind of name or with other content are left out.
     """
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
     return [
@@ -246,7 +246,10 @@ def write_results(
 
 
 def _saved(out: Path) -> dict[str, Any]:
-    """Return the content of study.json, or {} if it is missing or damaged. Raise InputError if it cannot be read."""
+    """Return the content of study.json, or {} if the file is missing or is not a JSON object.
+
+    Raise InputError if the system cannot read the file.
+    """
     path = out / "study.json"
     try:
         document = json.loads(read(path))

@@ -98,13 +98,16 @@ def join_study(
         raise InputError(f"{what} has other settings: {describe_changes(changes[:LISTED])}{more}; {instead}")
     for key, option in OPTIONS.items():
         if key in created and key not in there:
-            raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
+            raise InputError(f"{what} was created without {option}; leave it out to resume, or use another study")
     earlier = _reordered(earlier, list(there["space"]), list(axes.limits))
     return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise, what)
 
 
 def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
-    """Return the settings of a study. Raise InputError if they were changed, or if the study does not minimise."""
+    """Return the stored settings of a study, which messages call ``what``.
+
+    Raise InputError if the study does not minimise, or if the settings do not match their digest.
+    """
     if study.directions != [StudyDirection.MINIMIZE]:
         raise InputError(
             f"the direction of {what} was changed in its store, so that it does not minimise the loss; {RESTORE}"
