@@ -151,7 +151,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
         yield str(error)
     changes = _changes_of_recipe(run, state)
     if to_use:
-        changes = [each for each in changes if not _without_weights(each)]
+        changes = [each for each in changes if affects_weights(each[0])]
     if changes:
         yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
 
@@ -171,12 +171,13 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
     """Return a sentence about changes of recipe.toml since a checkpoint, or None if there are none. Changes
     of values that affect the weights do not count."""
-    changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
+    changes = [each for each in _changes_of_recipe(run, state) if not affects_weights(each[0])]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
 
-def _without_weights(change: Difference) -> bool:
-    return change[0].split(".")[0] in {"evaluation", "stability"}
+def affects_weights(path: str) -> bool:
+    """Return whether the trained weights depend on the value at a dotted path of the recipe."""
+    return path.partition(".")[0] not in {"evaluation", "stability"}
 
 
 def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:

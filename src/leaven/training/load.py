@@ -175,7 +175,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     events, finish = folder.events(), folder.finish()
     fault = changed_since(folder, finish or {}).get(folder.events_file.name)
     earlier = [
-        f"{run / file} is not as the run wrote it: {why}" for file, why in changed_before(folder, finish).items()
+        f"{folder.path / file} is not as the run wrote it: {why}"
+        for file, why in changed_before(folder, finish).items()
     ]
     lost = fault and f"{folder.events_file} was changed after the checkpoint: {fault}; bring back the run's file"
     return LoadedRun(
