@@ -290,8 +290,8 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
             raise InputError(f"{fault}; to leave the run out, move it to another folder")
         if changed_at := changed_values(run):
             raise InputError(
-                f"{folder} was trained with {changed_at[0]}, because --rewind-to changed its recipe; move it to another "
-                "folder, and train a run with one value"
+                f"{folder} was trained with {changed_at[0]}, because --rewind-to changed its recipe; move it to "
+                "another folder, and train a run with one value"
             )
         scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
         first, other = firsts.setdefault(scale, (folder, recipe))
@@ -324,20 +324,22 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
     Otherwise the number at ``path``, such as the lr, is converted in different ways, or other values than the size
     change its best value.
     """
-    firsts: dict[RunScale, tuple[Recipe, RunFolder]] = {}
-    for scale, recipe, run in runs:
-        firsts.setdefault(scale, (recipe, run))
-    (one, first), *others = firsts.values()
-    for other, run in others:
+    firsts: dict[RunScale, tuple[Recipe, Path]] = {}
+    for scale, recipe, run in sorted(runs, key=lambda each: astuple(each[0])):
+        firsts.setdefault(scale, (recipe, run.path))
+    (one, folder), *others = firsts.values()
+    for other, its_folder in others:
         changes = differing(_kept_values(one, path), _kept_values(other, path))
-        if changes and not path.startswith("scaling.") and _scaled_alike(one, other):
-            changes = [change for change in changes if not change[0].startswith("scaling.")]
+        if changes and not path.startswith("scaling."):
+            recipes = [recipe for recipe, _ in firsts.values()]
+            if any(all(_scaled_alike(each, recipe) for recipe in recipes) for each in recipes):
+                changes = [change for change in changes if not change[0].startswith("scaling.")]
         if changes:
             key, theirs, own = changes[0]
             raise InputError(
-                f"{key} is {theirs} in {first.path} and {own} in {run.path}, so {path} cannot be compared between "
-                "their sizes; make the recipes of all sizes from one recipe with leaven transfer, or move the runs of "
-                "one size to another folder"
+                f"{key} is {theirs} in {folder} and {own} in {its_folder}, so {path} cannot be compared between the "
+                "two; make the recipes of all sizes from one recipe with leaven transfer, or move the runs of one "
+                "size to another folder"
             )
 
 
