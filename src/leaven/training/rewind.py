@@ -120,8 +120,9 @@ def undone(tokens: int, later: Sequence[Rewind]) -> bool:
 def changed_values(run: RunFolder) -> list[str]:
     """Return a phrase for each value of the recipe that ``--rewind-to`` changed after a part of the run.
 
-    Example: "hyperparameters.lr 0.01 up to 5.12 k tokens and then 0.02". Values that do not affect the weights are left
-    out. So are values of steps that a later rewind has undone: after a rewind to the start, all steps have one value.
+    Example: "hyperparameters.lr 0.01 up to 5.12 k tokens and then 0.02". Steps that a later rewind has undone do not
+    count: after a rewind to the start, all steps have the same value. Values that do not affect the weights are left
+    out.
     """
     found: dict[str, list[tuple[int, Any]]] = {}  # by path: (tokens from which a value is used, value)
     for event in run.read_events():
