@@ -487,7 +487,7 @@ def changed_before(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str
             last = finish["step"]
         if (missing := missing_steps([step for step in steps if 0 < step <= last], last)) is not None:
             found[run.metrics_file.name] = missing
-    return found
+    return dict(sorted(found.items(), reverse=True))  # metrics first
 
 
 def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
