@@ -23,6 +23,27 @@ def test_the_version_is_printed() -> None:
     assert subprocess.check_output(command, text=True) == f"leaven {leaven.__version__}\n"
 
 
+@pytest.mark.parametrize(("best", "more", "code"), [(6, (), 0), (6, ("--json",), 0), (4, (), 1)])
+def test_a_check_whose_output_is_not_read_has_its_usual_exit_code(
+    tmp_path: Path, best: int, more: tuple[str, ...], code: int
+) -> None:
+    """As in ``leaven check ... | head``. The optimum of width 128 is at 2^-best, that of width 64 at 2^-6."""
+    rows = [
+        f"{width},{2.0**x},{seed},{3 + 0.05 * (x + middle) ** 2 + 1e-5 * seed * (x % 3)}\n"
+        for width, middle in ((64, 6), (128, best))
+        for x in range(-9, -1)
+        for seed in range(3)
+    ]
+    (tmp_path / "rows.csv").write_text("".join(["width,lr,seed,loss\n", *rows]))
+    command = [sys.executable, "-m", "leaven", "check", "transfer", "rows.csv", "-o", "page.html", *more]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.communicate()[1] == b""
+    assert process.returncode == code
+    assert (tmp_path / "page.html").exists()
+
+
 def test_shells_complete_the_options_of_a_verb(run_verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
     words = {"_LEAVEN_COMPLETE": "complete_bash", "COMP_WORDS": "leaven train --rew", "COMP_CWORD": "2"}
     for name, value in words.items():

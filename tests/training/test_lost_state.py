@@ -33,7 +33,7 @@ from leaven.recipe.files import read_recipe, render, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import checkpoint
 from leaven.training.checkpoint import Checkpoint, _fingerprint
-from leaven.training.integrity import require_tokenizer
+from leaven.training.integrity import faults, require_tokenizer
 from leaven.training.load import export_run, load, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
@@ -1187,6 +1187,34 @@ def test_metrics_that_were_changed_are_reported_once(
     # No other line is removed: all earlier steps are still there, and the steps after the checkpoint.
     assert there.keys() == {*intact, *range(step + 1, 41)} - ({step} if change is lower_step else set())
     assert all(there[number] == loss for number, loss in enumerate(expected, 1) if number > step)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("metrics.jsonl", lambda lines: lines[:3] + lines[6:], "steps 4 to 6 are missing"),
+        ("metrics.jsonl", changed_loss, r"its values up to step \d+ have been changed"),
+        ("events.jsonl", lambda lines: lines[:3], r"it had \d+ lines and now has 3"),
+    ],
+)
+def test_lines_that_were_lost_before_a_resume_are_a_fault_of_the_finished_run(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, name: str, change: Change, why: str
+) -> None:
+    """The digests in the finish event are those of the changed file."""
+    rewrite(run.path / name, change)
+    assert train(recipe, tokens, run.path).finished
+    (fault,) = faults(run)
+    assert re.fullmatch(f"{run.path / name} is not as the run wrote it: {why}", fault)
+    assert read_run(run.path).gaps == load_run(run.path).changed == fault
+
+
+def test_missing_steps_that_a_rewind_repeats_are_no_fault(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    back = tokens_of(checkpoints(run.checkpoints)[-2])
+    rewrite(run.metrics_file, lambda lines: [line for line in lines if line["tokens"] != back + 256])
+    assert not train(recipe, tokens, run.path, stop=lambda: True).finished
+    assert [fault.rpartition(": ")[2] for fault in faults(run)] == [f"step {back // 256 + 1} is missing"]
+    assert train(recipe, tokens, run.path, rewind=ManualRewind(back)).finished
+    assert not list(faults(run))
 
 
 def test_lines_after_the_checkpoint_are_dropped_without_a_word(

@@ -1,13 +1,19 @@
 """Rewinds and skipped data, compared with sets of tokens."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from leaven.data.stream import Stream
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
-from leaven.training.rewind import Rewind, lr_factor, position, skipped, undone
+from leaven.training.rewind import Rewind, changed_values, lr_factor, position, skipped, undone
+from leaven.training.run_folder import RunFolder
 from leaven.training.spikes import WINDOW, Anomaly, oldest_checkpoint, rollback
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=5)
@@ -103,3 +109,34 @@ def test_the_oldest_checkpoint_follows_from_the_schedule_alone() -> None:
     assert oldest(anomaly(17, 17), back) == 120
     # A manual rewind goes to an existing checkpoint, scheduled or not.
     assert oldest(anomaly(11, 11), back, Rewind(50, 50, 50)) == 50
+
+
+def _rewound(to_tokens: int, **changes: tuple[float, float]) -> dict[str, Any]:
+    changed = [{"path": path, "before": before, "after": after} for path, (before, after) in changes.items()]
+    return {"event": "rewind", "to_tokens": to_tokens, "changes": changed}
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([_rewound(512)], []),
+        ([{"event": "rollback", "to_tokens": 512}], []),
+        ([_rewound(512, lr=(0.1, 0.2))], ["lr 0.1 up to 512 tokens and then 0.2"]),
+        ([_rewound(0, lr=(0.1, 0.2))], []),  # all steps have the new lr
+        ([_rewound(512, lr=(0.1, 0.2)), _rewound(512, lr=(0.2, 0.1))], []),
+        ([_rewound(512, lr=(0.1, 0.2)), _rewound(256)], ["lr 0.1 up to 256 tokens and then 0.2"]),
+        ([_rewound(512, lr=(0.1, 0.2)), _rewound(0)], []),
+        (
+            [_rewound(512, lr=(0.1, 0.2)), _rewound(768, lr=(0.2, 0.3))],
+            ["lr 0.1 up to 512 tokens and then 0.2 up to 768 tokens and then 0.3"],
+        ),
+        ([_rewound(512, **{"evaluation.tokens": (1, 2), "stability.keep": (1, 2)})], []),
+        ([{"event": "rewind", "to_tokens": 512, "changes": [5]}], []),  # damaged
+    ],
+)
+def test_values_that_a_rewind_changed_within_a_run(
+    tmp_path: Path, events: list[dict[str, Any]], expected: list[str]
+) -> None:
+    run = RunFolder(tmp_path)
+    run.events_file.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert changed_values(run) == expected

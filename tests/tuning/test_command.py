@@ -14,7 +14,7 @@ import sys
 import time
 import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from io import BytesIO
@@ -1052,16 +1052,16 @@ def wandb_row(**values: bytes) -> bytes:
     return field(2, b"".join(field(1, field(1, key.encode()) + field(16, value)) for key, value in values.items()))
 
 
-def tfevents(rows: list[tuple[int, int]]) -> bytes:
-    """Return a TensorBoard event file with the given (step, loss) pairs."""
+def tfevents(rows: Sequence[tuple[int, float]], times: Iterable[float] = repeat(0.0)) -> bytes:
+    """Return a TensorBoard event file with the given (step, loss) pairs, written at ``times``."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     log = BytesIO()
-    for step, loss in rows:
+    for (step, loss), written in zip(rows, times, strict=False):
         summary = Summary(value=[Summary.Value(tag="loss", simple_value=loss)])
-        RecordWriter(log).write(Event(step=step, summary=summary).SerializeToString())
+        RecordWriter(log).write(Event(step=step, summary=summary, wall_time=written).SerializeToString())
     return log.getvalue()
 
 
@@ -1360,6 +1360,68 @@ def test_the_loss_is_that_of_the_last_stage_whatever_its_folder(tmp_path: Path, 
     assert read_losses(source, tmp_path, complete=True, resumed=True)[-1] == (9, 2.0)
     # ... unless the path of the losses is that of the last stage.
     assert read_losses(source, tmp_path / "anneal", complete=True, resumed=True)[-1] == (2, 3.0)
+
+
+def test_two_curves_of_one_name_are_refused(write: Write) -> None:
+    """val is opened first, so that train has the later file and would decide."""
+    Path("train.py").write_text(
+        "import sys\n"
+        "from torch.utils.tensorboard import SummaryWriter\n"
+        "val, train = (SummaryWriter(f'{sys.argv[1]}/{name}') for name in ('val', 'train'))\n"
+        "for step in range(1, 4):\n"
+        "    train.add_scalar('loss', 2 / step, step)\n"
+        "    val.add_scalar('loss', 3 / step, step)\n"
+        "train.close(), val.close()\n"
+    )
+    command = f"{sys.executable} train.py {{out}}; : {{lr}} {{seed}}"
+    file = write(command, 'loss = {tensorboard = "{out}", key = "loss"}\n', ONE)
+    study = (file, "--study", "study", "--trials", 1, "--noise", 0.01)
+    printed = tune(*study, code=2)
+    assert "has two curves of loss that were written at the same time, in the folders train and val; set" in printed
+    assert 'set loss.tensorboard to the folder of one, "{out}/train" or "{out}/val"' in printed
+    file = write(command, 'loss = {tensorboard = "{out}/val", key = "loss"}\n', ONE)
+    tune(file, "--study", "other", "--trials", 1, "--noise", 0.01)
+    assert [trial.loss for trial in document("other").trials] == [1.0]
+
+
+Curves = tuple[str, list[int], list[float]]
+AT_ONCE: list[tuple[Curves, Curves, bool, bool]] = [
+    # (folder, steps, times) of two files, and whether they are refused without and with resume
+    (("train", [1, 2, 3], [10, 20, 30]), ("val", [1, 2, 3], [11, 21, 31]), True, True),
+    (("train", [1, 2, 3, 4], [10, 20, 30, 40]), ("val", [2, 4], [21, 41]), True, True),
+    (("train", [1, 2, 3, 4], [10, 20, 30, 40]), ("val", [4], [41]), True, False),  # one validation, at the end
+    (("train", [10, 20, 30, 40], [10, 20, 30, 40]), ("val", [1, 2], [21, 41]), True, False),  # val counts epochs
+    (("pretrain", [1, 2, 3], [10, 20, 30]), ("anneal", [1, 2, 3], [40, 50, 60]), False, False),
+    (("pretrain", [1, 2, 3], [10, 20, 30]), ("anneal", [3, 4, 5], [31, 40, 50]), False, False),
+    (("pretrain", [1, 2, 3], [10, 20, 30]), ("anneal", [1, 2, 3], [29, 40, 50]), False, False),  # other clock
+    (("run", [1, 2, 3], [10, 20, 30]), ("run", [1, 2, 3], [11, 21, 31]), False, False),  # one folder
+    (("first", [1, 2, 3, 4], [10, 20, 30, 40]), ("second", [3, 4, 5], [15, 25, 35]), True, False),  # other clock
+    (("first", [1, 2, 3], [10, 20, 30]), ("second", [3], [40]), True, False),  # the last step again
+    (("a", [1, 2, 3], [0, 0, 0]), ("b", [1, 2], [0, 0]), False, False),  # without times
+]
+
+
+@pytest.mark.parametrize(("one", "other", "refused", "refused_resumed"), AT_ONCE)
+def test_stages_and_attempts_are_no_curves_of_one_time(
+    tmp_path: Path, one: Curves, other: Curves, refused: bool, refused_resumed: bool
+) -> None:
+    for number, (folder, steps, times) in enumerate((one, other)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        log = tfevents([(step, 3) for step in steps], [time and 1.7e9 + time for time in times])
+        (tmp_path / folder / f"events.out.tfevents.1700000000.host.9.{number}").write_bytes(log)
+    source = LossSource.model_validate({"tensorboard": "{out}", "key": "loss"})
+    for resumed, refuses in ((False, refused), (True, refused_resumed)):
+        assert read_losses(source, tmp_path, complete=False, resumed=resumed)
+        with pytest.raises(InputError, match="has two curves of loss") if refuses else nullcontext():
+            assert read_losses(source, tmp_path, complete=True, resumed=resumed)
+
+
+def test_the_tenth_event_file_follows_the_ninth(tmp_path: Path) -> None:
+    for number in (9, 10):
+        log = tfevents([(number, number)])
+        (tmp_path / f"events.out.tfevents.1700000000.host.7.{number}").write_bytes(log)
+    source = LossSource.model_validate({"tensorboard": "{out}", "key": "loss"})
+    assert read_losses(source, tmp_path, complete=True)[-1] == (10, 10.0)
 
 
 @pytest.mark.parametrize(

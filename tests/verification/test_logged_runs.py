@@ -603,6 +603,64 @@ def test_run_folders_are_rows_and_curves_of_a_size_differ_in_the_seed_alone(tmp_
         curves_of(tmp_path)
 
 
+OWN_BASE = {"width": 128, "depth": 4, "batch_tokens": 4_096, "tokens": 81_920}
+BETWEEN_SIZES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    # (changes of both sizes, changes of the larger one, the value that is named)
+    ({}, {"scaling.base": OWN_BASE}, "scaling.base.width is 64 in .* and 128 in"),
+    (
+        {"scaling.base": OWN_BASE | {"width": 32}},
+        {"scaling.rule": "mup"},
+        "scaling.rule is complete-d-p in .* and mup",
+    ),
+    ({}, {"hyperparameters.weight_decay": 0.05}, r"hyperparameters.weight_decay is 0\.1 in .* and 0\.05 in"),
+    ({}, {"schedule.decay": "linear"}, "schedule.decay is cosine in .* and linear in"),
+    ({}, {"model.qk_norm": False}, "model.qk_norm is True in .* and False in"),
+    ({}, {"data.documents": "isolated"}, "data.documents is packed in .* and isolated in"),
+    ({}, {"start.weights": "model"}, "start.weights is False in .* and True in"),
+    # These belong to the size or its layout, or they change nothing.
+    ({}, {"data.tokens": 163_840, "batch.tokens": 2_048, "schedule.warmup_tokens": 9_000}, None),
+    ({}, {"data.source": "moved.txt", "layout.zero": 1, "stability.keep": 5, "evaluation.every_tokens": 8_192}, None),
+    ({}, {"scaling.token_exponent_interval": (0.3, 0.5)}, None),
+    ({"scaling.rule": "standard"}, {"scaling.base": OWN_BASE}, None),
+    ({}, {"scaling.rule": "standard"}, None),  # the smaller one is its own base, where all rules agree
+    ({"scaling.rule": "mup"}, {"scaling.base": OWN_BASE | {"width": 64, "tokens": 1_000_000}}, None),
+]
+
+
+@pytest.mark.parametrize(("both", "larger", "named"), BETWEEN_SIZES)
+def test_sizes_of_different_recipes_are_not_compared(
+    tmp_path: Path, both: dict[str, Any], larger: dict[str, Any], named: str | None
+) -> None:
+    """The lr of a recipe is that of its base, so the recipes need one base, and one value of all else."""
+    for width, lr in product((64, 128), (0.002, 0.004, 0.008)):
+        recipe = proxy(**{"data.tokens": 81_920, "hyperparameters.lr": lr} | both)
+        if width > 64:
+            recipe = transfer(recipe, width=width).replace(larger)
+        write_run(tmp_path / f"{width}-{lr}", recipe, 2 + math.log2(lr / 0.004) ** 2)
+    if named is None:
+        assert transfer_of_runs(tmp_path).rows
+        return
+    with pytest.raises(
+        InputError, match=f"{named} .* make the recipes of all sizes from one recipe with leaven trans"
+    ):
+        transfer_of_runs(tmp_path)
+
+
+@pytest.mark.parametrize("read", [transfer_of_runs, curves_of])
+def test_a_run_whose_lr_a_rewind_changed_is_no_run_with_this_lr(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    own_run(tmp_path / "run")
+    events = tmp_path / "run" / "events.jsonl"
+    change = {"path": "hyperparameters.lr", "before": 0.001, "after": 0.004}
+    rewind = {"event": "rewind", "tokens": 81_920, "to_tokens": 77_824, "skip_from": 0, "skip_to": 0, "lr": 1.0}
+    rewind |= {"lr_tokens": 0, "attempt": 0, "found_step": 0, "asked": {}, "earlier_rewinds": []}
+    written = events.read_text()
+    events.write_text(json.dumps(rewind | {"changes": [change]}) + "\n" + written)
+    with pytest.raises(InputError, match=r"run was trained with hyperparameters.lr 0\.001 up to 77\..*; move it to"):
+        read(tmp_path)
+    events.write_text(json.dumps(rewind | {"changes": []}) + "\n" + written)
+    assert curves_of(tmp_path)
+
+
 def test_runs_on_different_texts_are_not_compared(tmp_path: Path) -> None:
     for text, width in (("a", 64), ("b", 128)):
         own_run(folder := tmp_path / text, width)

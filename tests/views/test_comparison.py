@@ -61,11 +61,12 @@ def test_a_report_counts_the_damaged_lines_that_it_skips(runs, leaven):
     metrics.write_text("".join(['{"step": 0, "tok\n', *lines[1:50], "\0\0\n", "\n", *lines[51:]]))
     compared = document(leaven("report", "runs/copied", "runs/moved", "--json"))
     skipped = "2 damaged lines of metrics.jsonl, from line 1 to 51, were skipped"
-    assert compared["warnings"] == [f"runs/moved: {skipped}"]
-    assert f"Attention: runs/moved: {skipped}" in Path("report.html").read_text(encoding="utf-8")
-    assert f"{skipped}." in folder_page(runs / "moved")
+    missing = "runs/moved/metrics.jsonl is not as the run wrote it: steps 1 and 51 are missing"
+    assert compared["warnings"] == [f"runs/moved: {skipped}; {missing}"]
+    assert f"Attention: runs/moved: {skipped}; {missing}" in Path("report.html").read_text(encoding="utf-8")
+    assert f"{skipped}; " in folder_page(runs / "moved")
     metrics.write_text("".join(["oops\n", *lines[1:]]))
-    assert "Line 1 of metrics.jsonl is damaged and was skipped." in folder_page(runs / "moved")
+    assert "Line 1 of metrics.jsonl is damaged and was skipped; " in folder_page(runs / "moved")
     assert "skipped" not in folder_page(runs / "copied")  # its last line was cut short, which a resume repairs
 
 
@@ -80,6 +81,19 @@ def test_runs_of_other_texts_or_unfinished_ones_get_a_warning(runs):
     assert "moved is not finished" in unfinished
     assert "the texts differ" in texts
     assert "the seeds differ" in seeds
+
+
+def test_a_value_that_a_rewind_changed_within_a_run_is_named(runs):
+    change = {"path": "hyperparameters.lr", "before": 0.014, "after": 0.0035}
+    rewind = {"event": "rewind", "tokens": 50_000, "to_tokens": 40_000, "changes": [change]}
+    events = runs / "moved/events.jsonl"
+    events.write_text(json.dumps(rewind) + "\n" + events.read_text())
+    _, compared = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
+    (warning,) = compared.warnings
+    assert warning.endswith(
+        "moved was trained with hyperparameters.lr 0.014 up to 40 k tokens and then 0.0035, because --rewind-to "
+        "changed its recipe"
+    )
 
 
 def test_another_text_under_the_same_path_gets_a_warning(runs):

@@ -77,7 +77,7 @@ def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn
     for step in range(recipe.steps):
         batch = recipe.batches.batch_at(tokens)
         tokens += batch
-        line = {"step": step, "tokens": tokens, "batch_tokens": batch, "update_norm": 0.003, "mfu": None}
+        line = {"step": step + 1, "tokens": tokens, "batch_tokens": batch, "update_norm": 0.003, "mfu": None}
         line["loss"] = loss_at(tokens) + noise.gauss(0, 0.05)
         line["lr"] = 1.1e-3 * recipe.schedule.multiplier(tokens, recipe.data.tokens)
         line["grad_norm"] = 0.4 + 2.5 * math.exp(-tokens / 150_000)

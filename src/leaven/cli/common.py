@@ -186,17 +186,30 @@ def print_document(
     json_output: bool,
     following: Sequence[str] = (),
 ) -> None:
-    """Print a document as JSON, or its ``screen`` as text. ``following`` are the commands to type next."""
+    """Print a document as JSON, or its ``screen`` as text. ``following`` are the commands to type next.
+
+    If the reader of the output ends, as in ``leaven ... | head``, drop the rest: the command keeps its exit code.
+    """
     if json_output:
         data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
         if following:
             data["next"] = list(following)
         # Other encodings than UTF-8 lack characters, which are then written as JSON escapes.
         ascii_only = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
-        echo(json.dumps(finite(data), indent=2, ensure_ascii=ascii_only))  # infinite numbers and NaN become null
+        with _reader_may_end():
+            echo(json.dumps(finite(data), indent=2, ensure_ascii=ascii_only))  # infinite numbers and NaN become null
         return
-    for part in chain(screen, next_lines(following)):
-        console.print(part)
+    for part in chain(screen, next_lines(following)):  # to the end, because the screen may write files
+        with _reader_may_end():
+            console.print(part)
+
+
+@contextmanager
+def _reader_may_end() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        _drop_output([1])
 
 
 def _has_reader(descriptor: int) -> bool:

@@ -37,7 +37,14 @@ from leaven.training.run_folder import (
     newest_document,
     tokens_of,
 )
-from leaven.training.run_lines import EVENTS, changed_events, kept_metrics, lines_digest
+from leaven.training.run_lines import (
+    EVENTS,
+    changed_events,
+    is_missing_steps,
+    kept_metrics,
+    lines_digest,
+    missing_steps,
+)
 
 RECIPE = "recipe"  # key of the recipe in the state of a checkpoint
 TOKENIZER = "tokenizer"  # key of the digest of tokenizer.json in the state of a checkpoint
@@ -95,8 +102,12 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 def faults(run: RunFolder) -> Iterator[str]:
     """Yield a sentence about each file that is changed, missing, unreadable, or of another run."""
     finish = finish_of(run.read_events())
-    for file, why in changed_since(run, finish).items() if finish is not None else ():
+    changed = {} if finish is None else changed_since(run, finish)
+    for file, why in changed.items():
         yield f"{run.path / file} is not as it was when the run finished: {why}"
+    for file, why in changed_before(run, finish).items():
+        if file not in changed:
+            yield f"{run.path / file} is not as the run wrote it: {why}"
     yield from foreign_files(run, newest_state(run))
 
 
@@ -141,7 +152,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
         yield str(error)
     changes = _changes_of_recipe(run, state)
     if to_use:
-        changes = [each for each in changes if not _without_weights(each)]
+        changes = [each for each in changes if affects_weights(each[0])]
     if changes:
         yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
 
@@ -162,14 +173,15 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence about values in [evaluation] and [stability] of recipe.toml that changed after a checkpoint,
-    or None. Changes in other tables are left out. ``state`` comes from the checkpoint."""
-    changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
+    """Return a sentence about changes of recipe.toml after a checkpoint that do not affect the weights, such as those
+    in [evaluation], or None. ``state`` comes from the checkpoint."""
+    changes = [each for each in _changes_of_recipe(run, state) if not affects_weights(each[0])]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
 
-def _without_weights(change: Difference) -> bool:
-    return change[0].split(".")[0] in {"evaluation", "stability"}
+def affects_weights(path: str) -> bool:
+    """Return whether the trained weights depend on the value at a dotted path of the recipe."""
+    return path.partition(".")[0] not in {"evaluation", "stability"}
 
 
 def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
@@ -465,6 +477,33 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
         found[run.checkpoints.name] = f"{checkpoint_name(finish['tokens'])} is missing"
     return {file: why for file, why in found.items() if why is not None}
+
+
+def changed_before(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return {file name: how its lines were changed or lost before the run continued, and perhaps finished}.
+
+    :func:`changed_since` does not find these changes: the digests in ``finish`` were computed after them.
+
+    - Missing steps are searched in ``metrics.jsonl`` itself, because a rewind may have repeated them.
+    - Other changes are in the ``file_changed`` events. After a rewind to the start, all lines of metrics are new.
+    """
+    found = dict[str, str]()
+    for event in run.read_events():
+        if event["event"] in RETURNS and event.get("to_tokens") == 0:
+            found.pop(run.metrics_file.name, None)
+        file, why = event.get("file"), event.get("why")
+        if event["event"] != "file_changed" or not isinstance(file, str) or not isinstance(why, str):
+            continue
+        if file != run.metrics_file.name or not is_missing_steps(why):
+            found.setdefault(file, why)
+    with suppress(InputError):  # a file that cannot be read has other messages
+        steps = [line["step"] for line in run.metrics()]
+        last = steps[-1] if steps else 0
+        if finish is not None and lines_digest(finish.get("metrics")) and isinstance(finish.get("step"), int):
+            last = finish["step"]
+        if (missing := missing_steps([step for step in steps if 0 < step <= last], last)) is not None:
+            found[run.metrics_file.name] = missing
+    return dict(sorted(found.items(), reverse=True))  # metrics first
 
 
 def _or_unreadable(compare: Callable[[], str | None]) -> str | None:

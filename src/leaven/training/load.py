@@ -27,6 +27,7 @@ from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.integrity import (
     TOKENIZER,
+    changed_before,
     changed_since,
     missing_checkpoint,
     newest_saved,
@@ -55,7 +56,8 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
-    # Sentences about changes of events.jsonl, and of values in recipe.toml that do not affect the weights, or None.
+    # Sentences about changes of events.jsonl and metrics.jsonl, and of values in recipe.toml that do not affect the
+    # weights, or None.
     changed: str | None = None
     events: Sequence[Mapping[str, Any]] = ()  # events of the run; empty if events.jsonl was changed or lacks a rewind
     averaged: bool = False  # whether ``weights`` are the averaged weights
@@ -170,7 +172,12 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     except Exception as error:  # tokenizers raises no narrower class
         why = f"damaged ({error}); replace it with the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
-    events, fault = folder.events(), changed_since(folder, folder.finish() or {}).get(folder.events_file.name)
+    events, finish = folder.events(), folder.finish()
+    fault = changed_since(folder, finish or {}).get(folder.events_file.name)
+    earlier = [
+        f"{folder.path / file} is not as the run wrote it: {why}"
+        for file, why in changed_before(folder, finish).items()
+    ]
     lost = fault and f"{folder.events_file} was changed after the checkpoint: {fault}; bring back the run's file"
     return LoadedRun(
         folder=folder,
@@ -180,7 +187,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
         skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
-        changed="; ".join(filter(None, (lost, unused_changes(folder, checkpoint.state)))) or None,
+        changed="; ".join(filter(None, (lost, *earlier, unused_changes(folder, checkpoint.state)))) or None,
         events=() if lost or folder.rewinds_ahead(events) > 0 else events,
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),

@@ -14,7 +14,7 @@ from typing import Any
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.training.integrity import require_own_files, require_run_of, saved_checkpoints
+from leaven.training.integrity import affects_weights, require_own_files, require_run_of, saved_checkpoints
 from leaven.training.run_folder import (
     DAMAGED_EVENTS,
     HYPERPARAMETERS,
@@ -118,6 +118,37 @@ def undone(tokens: int, later: Sequence[Rewind]) -> bool:
     """Return whether one of the ``later`` rewinds has undone a state that was saved at ``tokens``. A rewind to 80
     tokens undoes a state at 100, but not one at 80."""
     return any(rewind.to_tokens < tokens for rewind in later)
+
+
+def changed_values(run: RunFolder) -> list[str]:
+    """Return a phrase for each value of the recipe that ``--rewind-to`` changed after a part of the run.
+
+    Example: "hyperparameters.lr 0.01 up to 5.12 k tokens and then 0.02". Steps that a later rewind has undone do not
+    count: after a rewind to the start, all steps have the same value. Values that do not affect the weights are left
+    out.
+    """
+    found: dict[str, list[tuple[int, Any]]] = {}  # by path: (tokens from which a value is used, value)
+    for event in run.read_events():
+        if event["event"] not in RETURNS:
+            continue
+        with suppress(*WRONG_TYPES):  # damage is reported when the rewinds are read
+            to_tokens = int(event["to_tokens"])
+            changes = {change["path"]: change for change in event.get("changes", ())}
+            for path in {**found, **changes}:
+                values = found.get(path) or [(0, changes[path]["before"])]
+                now = changes[path]["after"] if path in changes else values[-1][1]
+                found[path] = [each for each in values if each[0] < to_tokens]
+                if not found[path] or found[path][-1][1] != now:
+                    found[path].append((to_tokens, now))
+    return [
+        f"{path} "
+        + " and then ".join(
+            f"{value} up to {format_quantity(after[0])} tokens" if after else f"{value}"
+            for (_, value), after in zip(values, [*values[1:], None], strict=True)
+        )
+        for path, values in found.items()
+        if len(values) > 1 and affects_weights(path)
+    ]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from leaven.recipe.files import finite
 from leaven.training.run_folder import IDENTITY, RETURNS, RunFolder, in_order
 
 EVENTS = "events"  # key of the digest of events.jsonl in the state of a checkpoint and in the finish event
+_MISSING = "missing"  # the last word of a message about missing steps
 MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
 
 
@@ -181,10 +182,23 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
     kept = max(known.values(), default=0)
     while kept < min(step, len(lines)) and storage.json_object(lines[kept]) is None:
         kept += 1  # a damaged line of a step that will not be repeated stays
-    missing = [(low + 1, high - 1) for low, high in pairwise((0, *known, step + 1)) if high - low > 1]
-    if missing:
-        return kept, f"{_in_words(missing)} missing"
+    if (missing := missing_steps(known, step)) is not None:
+        return kept, missing
     return kept, None if written is None else f"its values up to step {step:,} have been changed"
+
+
+def missing_steps(known: Iterable[int], last: int) -> str | None:
+    """Return which steps from 1 to ``last`` are not ``known``, such as "steps 3 to 5 are missing", or None.
+
+    ``known`` has ascending steps from 1 to ``last``.
+    """
+    missing = [(low + 1, high - 1) for low, high in pairwise((0, *known, last + 1)) if high - low > 1]
+    return f"{_in_words(missing)} {_MISSING}" if missing else None
+
+
+def is_missing_steps(fault: str) -> bool:
+    """Return whether a fault of metrics.jsonl comes from :func:`missing_steps`."""
+    return fault.endswith(_MISSING)
 
 
 def changed_events(lines: Sequence[bytes], written: LinesDigest | None) -> str | None:

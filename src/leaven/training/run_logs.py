@@ -57,6 +57,13 @@ def tensorboard_rows(
     Raises:
         LogDamaged: if a record is damaged.
     """
+    return ((step, row) for _, step, row in tensorboard_events(file, tag, cut))
+
+
+def tensorboard_events(
+    file: Path, tag: str, cut: Callable[[str], object] = lambda message: None
+) -> Iterator[tuple[float, int, dict[str, Any]]]:
+    """Yield (time, step, {name: value}) as :func:`tensorboard_rows` does. The time is in seconds since 1970, or 0."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -70,7 +77,7 @@ def tensorboard_rows(
             ]
         except (DecodeError, ValueError) as error:
             raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
-        yield from ((event.step, row) for row in rows)
+        yield from ((event.wall_time, event.step, row) for row in rows)
 
 
 def tensorboard_tags(file: Path) -> list[str]:

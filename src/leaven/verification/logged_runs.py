@@ -14,8 +14,10 @@ from typing import Any
 
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
-from leaven.recipe.recipe import Recipe, flatten
+from leaven.recipe.recipe import Recipe, differing, flatten
+from leaven.scaling.table import parameter_table
 from leaven.training.integrity import faults
+from leaven.training.rewind import changed_values
 from leaven.training.run_folder import RunFolder, changes_of
 from leaven.training.run_logs import OF_NAN, is_another_loss
 from leaven.verification.collapse import Points, collapse
@@ -458,8 +460,8 @@ def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
     """Return the size, recipe and folder of each run. A size includes the batch and the duration, both in tokens.
 
-    Raise InputError if files of a run were changed or lost, or if the runs have different texts. Also raise it if
-    recipes of the same size differ in a key that is not in ``free``.
+    Raise InputError if files of a run were changed or lost, if ``--rewind-to`` changed a run's recipe, or if the runs
+    have different texts. Also raise it if recipes of the same size differ in a key that is not in ``free``.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
@@ -468,6 +470,11 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
         recipe = run.recipe()
         if (fault := next(faults(run), None)) is not None:
             raise InputError(f"{fault}; to leave the run out, move it to another folder")
+        if changed_at := changed_values(run):
+            raise InputError(
+                f"{folder} was trained with {changed_at[0]}, because --rewind-to changed its recipe; move it to "
+                "another folder, and train a run with one value"
+            )
         scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
         first, other = firsts.setdefault(scale, (folder, recipe))
         if changed := [change for change in changes_of(other, recipe) if change[0] not in free]:
@@ -484,10 +491,78 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
     return found
 
 
+# Parts of a recipe that may differ between sizes, by dotted path. All other values must be equal.
+_FREE_BETWEEN_SIZES = {
+    *("name", "why", "layout", "tuning", "batch", "precision", "stability", "evaluation", "average"),
+    *("data.source", "data.tokenizer", "data.tokens", "data.seed", "data.corrupt_share", "schedule.warmup_tokens"),
+    *(f"model.{size}" for size in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_attention", "d_ff")),
+    *("model.experts.d_expert", "scaling.token_exponent_interval"),
+}
+
+
+def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path: str) -> None:
+    """Raise InputError unless the recipes of all sizes could come from one recipe by ``leaven transfer``.
+
+    Otherwise the number at ``path``, such as the lr, is converted in different ways, or other values than the size
+    change its best value.
+    """
+    firsts: dict[RunScale, tuple[Recipe, Path]] = {}
+    for scale, recipe, run in sorted(runs, key=lambda each: astuple(each[0])):
+        firsts.setdefault(scale, (recipe, run.path))
+    (one, folder), *others = firsts.values()
+    for other, its_folder in others:
+        changes = differing(_kept_values(one, path), _kept_values(other, path))
+        if changes and not path.startswith("scaling."):
+            recipes = [recipe for recipe, _ in firsts.values()]
+            if any(all(_scaled_alike(each, recipe) for recipe in recipes) for each in recipes):
+                changes = [change for change in changes if not change[0].startswith("scaling.")]
+        if changes:
+            key, theirs, own = changes[0]
+            raise InputError(
+                f"{key} is {theirs} in {folder} and {own} in {its_folder}, so {path} cannot be compared between the "
+                "two; make the recipes of all sizes from one recipe with leaven transfer, or move the runs of one "
+                "size to another folder"
+            )
+
+
+def _kept_values(recipe: Recipe, swept: str) -> dict[str, Any]:
+    """Return the values of a recipe that must be equal at all sizes, by path. They include those of its base."""
+    values = flatten(recipe.model_dump() | {"scaling": _whole_scaling(recipe)})
+    values |= {"data.weights": recipe.data.proportions, "start.weights": recipe.start.weights is not None}
+    return {
+        path: value
+        for path, value in values.items()
+        if path != swept and not any(f"{path}.".startswith(f"{free}.") for free in _FREE_BETWEEN_SIZES)
+    }
+
+
+def _whole_scaling(recipe: Recipe) -> dict[str, Any]:
+    """Return the table [scaling] of a recipe with all sizes of its base."""
+    shape, base = recipe.base_shape, recipe.base
+    sizes = {"width": base.width, "depth": base.depth, "batch_tokens": base.batch_tokens, "tokens": base.tokens}
+    sizes |= {"d_ff": shape.d_ff, "d_head": shape.d_head, "n_kv_heads": shape.n_kv_heads}
+    return recipe.scaling.model_dump() | {"base": sizes}
+
+
+def _scaled_alike(one: Recipe, other: Recipe) -> bool:
+    """Return whether rule and base of ``one`` give ``other`` the values that it has.
+
+    This is so with another base if the rule changes nothing between the two bases.
+    """
+    try:
+        moved = other.replace({"scaling": _whole_scaling(one)})
+    except ValueError:  # this base does not fit the model
+        return False
+    tables = [parameter_table(recipe) for recipe in (other, moved)]
+    own, theirs = [(table.rows, table.attention_scale, table.beta2, table.router_losses) for table in tables]
+    return own == theirs
+
+
 def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
     known = Recipe.model_fields["hyperparameters"].annotation
     path = value if "." in value or value not in getattr(known, "model_fields", {}) else f"hyperparameters.{value}"
     runs = _read_own_runs(folders, path, "data.seed")
+    _require_one_recipe(runs, path)
     scales = [astuple(scale) for scale, _, _ in runs]
     varied = [axis for axis, values in zip(AXES, zip(*scales, strict=True), strict=True) if len(set(values)) > 1]
     rows = []

@@ -7,18 +7,26 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 from leaven import storage
 from leaven.errors import InputError
 from leaven.training.outcome import Curve
-from leaven.training.run_logs import OF_NAN, LogDamaged, is_another_loss, tensorboard_rows, wandb_rows
+from leaven.training.run_logs import (
+    OF_NAN,
+    LogDamaged,
+    is_another_loss,
+    tensorboard_events,
+    tensorboard_rows,
+    wandb_rows,
+)
 from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
 Row = tuple[Any, dict[str, Any]]  # (step, values by name)
+_Point = tuple[float, int]  # (time, step) of a loss
 MOST_NAMES = 20  # names of values that a message lists
 MOST_BEFORE = 1000  # characters before a loss, and after it, on its line that are compared
 LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
@@ -162,6 +170,8 @@ def _after(loss: re.Match[str]) -> str:
 def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
     if complete and source.jsonl is not None:
         _require_last_line(source, where)
+    if complete and source.tensorboard is not None:
+        _require_one_curve(source, where, resumed)
     rows = [(step, row) for step, row in _rows(source, where, resumed) if str(source.key) in row]
     for step, row in _nan_for_null(rows, source, where) if complete else rows:
         if (loss := row[str(source.key)]) is None:  # loggers write null for a value that a step does not have
@@ -237,13 +247,64 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Ro
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:
-        files = sorted(where.rglob("*tfevents*"), key=lambda file: (file.name, file))
-        found = [list(tensorboard_rows(file, str(source.key))) for file in files]
+        found = [list(tensorboard_rows(file, str(source.key))) for file in _event_files(where)]
     else:
         files = sorted(where.rglob("*.wandb"), key=lambda file: (file.parent.name, file))
         found = [list(wandb_rows(file)) for file in files]
     # The times are by the clock of a machine. Attempts may run on several machines, whose clocks may differ.
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
+
+
+def _event_files(where: Path) -> list[Path]:
+    """Return the event files below a folder, sorted by the numbers in their names: time, process and counter."""
+
+    def key(file: Path) -> list[str | int]:
+        return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", file.name)]
+
+    return sorted(where.rglob("*tfevents*"), key=lambda file: (key(file), file))
+
+
+def _require_one_curve(source: LossSource, where: Path, resumed: bool) -> None:
+    """Raise InputError if files in two folders have losses that were written at the same time.
+
+    Such folders are those of a training and a validation loss with the same name. The losses of stages and of
+    attempts are written one after the other.
+    """
+    curves = list[tuple[Path, list[_Point]]]()
+    for file in _event_files(where):
+        events = tensorboard_events(file, str(source.key))
+        if points := [(time, step) for time, step, row in events if row.get(str(source.key)) is not None]:
+            curves.append((file.parent, points))
+    for (one, points), (other, more) in combinations(curves, 2):
+        if one != other and _at_once(points, more, resumed):
+            names = sorted(str(folder.relative_to(where)) for folder in (one, other))
+            paths = " or ".join(f'"{source.tensorboard}/{name}"' for name in names if name != ".")
+            raise InputError(
+                f"{where} has two curves of {source.key} that were written at the same time, in the folders "
+                f"{' and '.join(names)}; set loss.tensorboard to the folder of one, {paths}"
+            )
+
+
+def _at_once(one: list[_Point], other: list[_Point], resumed: bool) -> bool:
+    """Return whether two files with losses were written at the same time.
+
+    This is so if their steps overlap, and if all points, sorted by time, are also sorted by step. It is also so if at
+    least half of the shorter file was written while the other was written. The latter does not count if the files may
+    be of several attempts (``resumed``): the clocks of their machines may differ.
+    """
+    if not one[-1][0] or not other[-1][0]:  # without times, nothing is known
+        return False
+    (start, end), (begin, last) = sorted((min(points)[0], max(points)[0]) for points in (one, other))
+    together = min(end, last) - begin
+    if not resumed and together >= 0 and 2 * together >= min(end - start, last - begin):
+        return True
+    (_, end_step), (low, high) = sorted((min(steps), max(steps)) for steps in (_steps(one), _steps(other)))
+    steps = _steps(sorted([*one, *other]))
+    return (low < end_step or (high == end_step and not resumed)) and steps == sorted(steps)
+
+
+def _steps(points: list[_Point]) -> list[int]:
+    return [step for _, step in points]
 
 
 def _last_step(rows: list[Row]) -> float:
