@@ -33,9 +33,9 @@ def tokens_over_least(batch: float, critical: float) -> float:
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return (steps to a loss at ``batch``) / (steps to it at a huge batch), by McCandlish 2018, section 2.3.
+    """Return (steps to reach a loss with ``batch``) / (steps to reach the same loss with a huge batch).
 
-    ``critical`` is the critical batch, in the unit of ``batch``.
+    ``critical`` is the critical batch, in the unit of ``batch`` (McCandlish et al. 2018, section 2.3).
     """
     return 1 + critical / batch
 

@@ -35,9 +35,11 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``check coordinates`` passed: ``tune`` for a proxy that is not yet tuned,
-    otherwise ``train``. If this machine is too small for the recipe, ``plan`` comes before ``tune``, or in place of
-    ``train``."""
+    """Return the commands to suggest after ``check coordinates`` passed.
+
+    These are ``tune`` for a proxy that is not yet tuned, otherwise ``train``. If this machine is too small, ``plan``
+    comes before ``tune``, and replaces ``train``.
+    """
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)

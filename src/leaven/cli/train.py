@@ -75,8 +75,8 @@ def train(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """A run that resumes with --rewind-to may change its schedule, stability, evaluation and optimizer settings, in
-    the recipe or with --set."""
+    """With --rewind-to, you may change the run's schedule, stability, evaluation and optimizer settings, in the
+    recipe or with --set."""
     if skip_tokens is not None and rewind_to is None:
         raise InputError("--skip-tokens needs --rewind-to COUNT, which says where skipping begins")
     loaded = load_recipe(recipe, overrides)

@@ -262,7 +262,7 @@ def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> Toke
 
 
 def _cached(mapped: MappedTokens, values: dict[str, Any]) -> TokenSurvey:
-    """Return a cached survey. Raise an error if it is damaged."""
+    """Return the survey with the cached ``values``. Raise ValueError or TypeError if they are damaged."""
     survey = TokenSurvey(**values)
     if not all(checksums_fit(checksums, ids.n_bytes) for ids, checksums in _of_arrays(mapped, survey)):
         raise ValueError

@@ -248,7 +248,8 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
     """Return a cached tokenizer's file and encoder, or None if a file is missing or damaged.
 
-    The file ``name`` contains the hash of the tokenizer, which is also the name of its folder.
+    The file at ``name`` contains the tokenizer's hash. The tokenizer is in the subfolder of ``folder`` with this hash
+    as its name.
     """
     from tokenizers import Tokenizer
 

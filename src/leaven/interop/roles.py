@@ -62,10 +62,10 @@ _NORMS_IN_BLOCKS = (
 
 
 class Classifier:
-    """Finds the role and the module of each parameter of ``model``, with the help of the smaller model ``base``.
+    """Finds the role and the module of each parameter of a model, with the help of a smaller base model.
 
-    ``root`` is the nn.Module that ``base`` describes. ``roles`` and ``modules`` are the user's corrections: a role or
-    a module, by parameter name or glob pattern.
+    ``model`` and ``base`` are the structures of the model and the base model, and ``root`` is the base model itself.
+    ``roles`` and ``modules`` are the user's corrections: a role or a module, by parameter name or glob pattern.
     """
 
     def __init__(

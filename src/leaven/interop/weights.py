@@ -191,7 +191,7 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
     """Return a parameter with reordered entries in each head: written to a table by row, read by column.
 
-    With 2 rows, a b c d e f becomes a d b e c f. With 2 columns, it becomes a b c d e f again.
+    The table has the shape ``rows`` x ``columns``. With 2 x 3, a b c d e f becomes a d b e c f; 3 x 2 reverses this.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])

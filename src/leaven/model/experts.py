@@ -186,10 +186,9 @@ class MixtureOfExperts(nn.Module):
 
 
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
-    """Return the rows of ``x_ND`` in a new order, each ``copies`` times: row i of the R = copies x N rows is row
-    ``order_R[i] // copies``.
+    """Return R = ``copies`` x N rows. Row i is row ``order_R[i] // copies`` of ``x_ND``.
 
-    ``order_R`` is a permutation of the R rows, and ``inverse_R`` is its inverse. The backward pass gathers with
+    ``order_R`` is a permutation of 0 to R - 1, and ``inverse_R`` is its inverse. The backward pass gathers with
     ``inverse_R`` instead of scattering, because scattering is not reproducible on a GPU.
     """
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]

@@ -96,10 +96,10 @@ def send_once(
 
 
 def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:
-    """Return the seconds in which a rank sends ``size`` bytes, at ``share`` x bandwidth, with the latency.
+    """Return the seconds that sending ``size`` bytes takes: the latency, and the time at ``share`` x bandwidth.
 
-    ``span`` is the length of a range of consecutive ranks with the sender and all receivers. If it is above the size
-    of a node, the network is used, otherwise the links within the node.
+    The sender and all receivers are within ``span`` consecutive ranks. If ``span`` is above the size of a node, they
+    use the network, otherwise the links within a node.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s

@@ -61,7 +61,7 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 
 
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
-    """Return three FLOPs utilisations of a run by name, computed from the first of them.
+    """Return three FLOPs utilisations of a run by name, computed from ``mfu``.
 
     ``mfu`` (model FLOPs) counts full attention. ``mfu_causal`` counts causal attention. ``hfu`` (hardware
     FLOPs) counts full attention and recomputation.

@@ -270,7 +270,7 @@ class Kept:
     stays: float  # activations saved until the backward pass of the micro-batch
     once: float  # activations that exist only while the block is recomputed
     gradients: float  # peak memory of the gradients of activations within the block
-    mlp: float  # activations of the MLP, which are free when the MLP's gradients are exchanged
+    mlp: float  # activations of the MLP, which are freed before the MLP's gradients are exchanged
 
 
 @cache

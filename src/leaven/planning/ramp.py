@@ -154,9 +154,9 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return points of a ramp, sorted by batch: about the full batch, half of it, a quarter and so on, and ``start``.
+    """Return points of a ramp, sorted by batch: for the full batch, half of it, a quarter and so on, and ``start``.
 
-    For each of these fractions, this is the smallest point in ``starts`` whose batch is at least as large.
+    The point for such a fraction is the smallest point in ``starts`` whose batch is at least the fraction.
     """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]

@@ -100,8 +100,10 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True, eq=False)  # hash by identity, because the fields have no hash
 class Rule:
-    """A scaling rule. For each quantity and role, it has a cell: a factor that scales the hyperparameter with the
-    run. Further cells apply to all roles."""
+    """A scaling rule. Its cells are factors that scale hyperparameters from the base to the run.
+
+    ``cells`` has a cell for each quantity and role. The cells of the other fields are the same for all roles.
+    """
 
     name: str
     source: str

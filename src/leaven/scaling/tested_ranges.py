@@ -100,7 +100,10 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if Muon is used far from the base's batch or tokens, and the rule scales with both."""
+    """Yield a caution if the batch of a run with Muon is far from the base's, and another if its tokens are.
+
+    Yield nothing if the rule does not scale with batch and tokens.
+    """
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:

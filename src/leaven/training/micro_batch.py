@@ -195,9 +195,10 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Return the largest micro-batch that fits into memory, found by halving. Return None if none fits.
+    """Return the first micro-batch that fits into memory, or None if none fits.
 
-    The first size to be tried is that of :func:`rule_of_thumb`, or ``candidates[-1]`` if this is smaller.
+    The first size to be tried is ``candidates[-1]`` or the size of :func:`rule_of_thumb`, whichever is smaller. Each
+    further size is half the previous one.
     """
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []

@@ -38,7 +38,8 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Yield ``function`` of each matrix. It is the :data:`OnWhole` for a process that stores whole matrices."""
+    """Yield ``function`` of each matrix. For a process that stores whole matrices, pass this function as
+    :data:`OnWhole`."""
     return map(function, matrices)
 
 
@@ -82,7 +83,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         self.param_groups = everything
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of this optimizer. Raise ValueError if Muon updates other groups in the state than here."""
+        """Restore a state of this optimizer. Raise ValueError if the state and this optimizer use Muon for different
+        groups."""
         given, own = (
             ["match" in group for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
         )

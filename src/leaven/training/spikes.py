@@ -106,10 +106,10 @@ class QuantityMonitor:
 
 
 class SpikeDetector:
-    """Detects anomalies. Pass the metrics of every step to :meth:`observe`, in order.
+    """Detects anomalies of the training metrics. Pass the metrics of every step to :meth:`observe`, in order.
 
-    ``skipping`` is true with ``on_spike = "skip"``: the trainer then skips the update of a step whose loss or
-    gradient norm is above :meth:`limits`. Only two things are anomalies in this case: :data:`PATIENCE` skipped
+    ``skipping`` is true with ``on_spike = "skip"``. The trainer then skips the update of each step whose loss or
+    gradient norm is above :meth:`limits`. With ``skipping``, there are only two anomalies: :data:`PATIENCE` skipped
     steps in a row, and an update norm that is not finite.
     """
 
@@ -240,10 +240,10 @@ def oldest_checkpoint(
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read.
+        """Return the token counts of the checkpoints that exist when ``step`` reveals an anomaly.
 
-        ``there`` has those that existed after the last rewind. ``good_tokens`` is the token count before the
-        anomaly that ``step`` reveals.
+        ``there`` has the token counts of the checkpoints that the previous rewind kept. ``good_tokens`` is the token
+        count before the anomaly began.
         """
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)

@@ -318,7 +318,7 @@ class SearchedValue(Part):
         return min(max(rounded, low), high)
 
     def distance(self, value: Value) -> float:
-        """Return the distance of a value from the start, in ``unit``. For a choice, return its index."""
+        """Return the distance of ``value`` from the field ``start``, in ``unit``. For a choice, return its index."""
         if self.choices is not None:
             return float(self.choices.index(value))
         return distance_in(self.unit, self._range[0], float(value))
@@ -477,7 +477,7 @@ def _names(*texts: str) -> set[str]:
 
 
 def _in_quotes(command: str) -> set[str]:
-    """Return the names of placeholders possibly in quotes, in a comment or after a backslash."""
+    """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash."""
     if _NESTED.search(command):
         return _names(command)
     found, inside, at = set[str](), "", 0  # ``inside`` is the open quote, or # in a comment

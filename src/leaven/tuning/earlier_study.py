@@ -150,10 +150,10 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance of the value at ``path`` from the recipe of ``space`` to the recipe ``there``.
+    """Return the distance between two recipes in the value at ``path``: from ``space.recipe`` to ``there``.
 
-    The distance is in the unit of the value (:attr:`Dimension.unit`). ``since`` has the distances that are already
-    known, by path.
+    The distance is in the unit of the value (:attr:`Dimension.unit`). For a choice, it is the index of the choice in
+    ``there``. ``since`` has the distances that are already known, by path.
     """
     here = space.recipe
     if path in since:

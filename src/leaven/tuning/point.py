@@ -151,7 +151,7 @@ def distance_in(unit: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return the values of the paths in ``octaves``, at these distances from the recipe's own values.
+    """Return new values by path. ``octaves`` maps each path to the distance of its new value from the recipe's own.
 
     Raise ValueError if a batch rounds to 0 sequences.
     """

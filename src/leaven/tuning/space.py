@@ -61,7 +61,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the searched values by path. ``octaves``: their distances from the start."""
+        """Return the values at a point, by path. ``octaves`` has their distances from the start point, by path."""
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
@@ -100,7 +100,7 @@ class SearchSpace(ABC):
 
     @property
     def scales(self) -> Mapping[str, float]:
-        """The distance of a typical optimum from the start, by path."""
+        """The typical distance of the best value from the start point of the search, by path."""
         return self.axes.scales
 
     @property

@@ -80,8 +80,10 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance ``x`` unchanged, unless the values are whole numbers. Then round the value at ``x``,
-        add ``more``, move the sum into the range, and return its distance."""
+        """Return the distance ``x`` if the values may be fractions, otherwise the distance of a whole number.
+
+        The whole number is the rounded value at ``x`` plus ``more``, moved into the range.
+        """
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -196,8 +198,8 @@ class Answer(BaseModel):
     noise_floor: float | None = None  # standard deviation between trials of one point
     noise_runs: int = 0  # degrees of freedom of ``noise_floor``: about trials - points; 10^6 if the user gave it
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
-    fewest: Best | None = None  # the point with the fewest changes that is as good as the best, except for noise
-    fewest_octaves: dict[str, float] | None = None  # the point of ``fewest``, or if that is None, a predicted one
+    fewest: Best | None = None  # the point with the fewest changes whose loss equals the best loss within the noise
+    fewest_octaves: dict[str, float] | None = None  # the point of ``fewest``; predicted if ``fewest`` is None
     fewest_cost: float | None = None  # expected loss at ``fewest_octaves`` minus the expected loss at ``octaves``
     # Paths of values that were not worth tuning: if all of them are reset to the start, the loss rises by less than
     # the noise. Empty if this holds for every value: then the start is the best point, or there are too few trials.

@@ -1,12 +1,13 @@
 """The duration check: does the best lr change with the tokens of a run as the scaling rule says?
 
 The check sweeps the lr at several durations (run lengths in tokens), and fits the exponent of the best lr over the
-tokens. Control runs show what the rule gains: one group keeps the lr, another keeps all hyperparameters.
+tokens. Control runs show how much the rule lowers the loss. At each longer duration, one group of them keeps the lr
+of the base, and another group keeps all hyperparameters of the base.
 
-The rule is derived for gradients that are mostly noise. To test this assumption, the check also trains with twice the
-batch on the same tokens, under the batch rule. The tokens needed to reach a given loss are proportional to 1 + x.
-Here x is the batch / the critical batch (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So a doubled batch
-needs (1 + 2x) / (1 + x) times the tokens.
+The rule is derived for gradients that are mostly noise. To test this assumption, the check also doubles the batch: it
+trains on the same number of tokens, with hyperparameters from the batch rule. The tokens needed to reach a given loss
+are proportional to 1 + x, where x = batch / critical batch (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
+So a doubled batch needs (1 + 2x) / (1 + x) times the tokens.
 
 The log2 of this ratio is the cost of doubling the batch, in octaves of tokens. It is 0 if gradients are only noise,
 0.585 at the critical batch, and 1 if only the number of steps counts. The check measures it as (rise of the loss from
@@ -48,9 +49,9 @@ def duration(
 ) -> CheckDocument:
     """Run or resume the duration check, which compares the best lr of runs of several lengths.
 
-    ``ratios`` are run lengths as multiples of the family's own, 1. The check always includes 1. ``lrs`` are the lrs
-    to try, or None for a default grid. Raise InputError if ``ratios`` has no other number than 1, and in the cases
-    of :func:`sweep`.
+    ``ratios`` are run lengths as multiples of the family's run length. The check always includes 1. ``lrs`` are the
+    lrs to try, or None for a default grid. Raise InputError if no ratio differs from 1, and in the cases of
+    :func:`sweep`.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:

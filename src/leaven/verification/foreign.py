@@ -168,8 +168,8 @@ class ForeignTrial:
     def run(self) -> Outcome:
         """Train a new model. Return its outcome, with the loss on held-out tokens.
 
-        The loss is at most ``divergence_limit``, and equal to it if the run diverged. Raise InputError if the text
-        has changed since the command began.
+        The loss is capped at ``divergence_limit``, which is also the loss of a diverged run. Raise InputError if the
+        training text has changed since the command began.
         """
         family, setting, scale = self.family, self.setting, self.setting.scale
         if self.text is not None and family._fingerprint != self.text:
@@ -256,8 +256,8 @@ def foreign(
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise InputError(
-            f"{entry}: the model has no torch.nn.Embedding to read the vocabulary size from; return a batch "
-            "function, too"
+            f"{entry}: the model has no torch.nn.Embedding to read the vocabulary size from; let the "
+            "factory return a batch function as its third result"
         )
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:

@@ -259,9 +259,10 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
 
 
 def unused_numbers(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
-    """Return the names of unused numbers in the paths of runs, such as ``decay`` in ``decay0.1``.
+    """Return the names of numbers in run paths that differ between runs but are not in ``columns``.
 
-    A number is unused if it is in no column, and if it differs between runs or some runs lack it.
+    For example, return ``decay`` if paths contain ``decay0.1`` and ``decay0.2``, or if only some contain
+    ``decay0.1``.
     """
     numbers = [_numbers(path, root, columns) for path in paths if is_one_run(path)]
     names = {name for each in numbers for name in each}
@@ -337,7 +338,7 @@ def _csv_lines(path: Path) -> list[list[str]]:
     except csv.Error:
         where = f"{path}: line {begin} has a cell with more than {csv.field_size_limit():,} characters"
         raise InputError(
-            f"{where}, or one without its closing quotation mark; correct the cell, or remove its column"
+            f"{where}, or a cell without its closing quotation mark; correct the cell, or remove its column"
         ) from None
     if not rows:
         return []

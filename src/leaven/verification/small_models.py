@@ -112,13 +112,14 @@ class CheckStart:
 
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
-    """Return the recipe with the values of ``start``, and with ``width`` and ``depth`` as its base.
+    """Return the recipe with the settings in ``start``, and with ``width`` and ``depth`` as its base.
 
-    With these initial values, small models change with size as large models do:
+    These settings let small models change with size as large models do:
 
-    - The embedding and learned positions start at RMS 1. With a smaller RMS, the residual stream of two layers would
-      be mostly outputs of branches. If the rule multiplies branches by L^-alpha (L: depth), the sum of branches
-      changes as L^(1/2 - alpha). So gradients inside blocks would have wrong exponents.
+    - The embedding and learned positions start at RMS 1. With a smaller RMS, the residual stream of a model with two
+      layers would be mostly outputs of branches. The sum of these outputs changes with the depth: as L^(1/2 - alpha)
+      in L layers, if the rule multiplies each branch by L^-alpha. Gradients inside blocks would then have wrong
+      exponents.
     - The unembedding starts at RMS 1/width. With a larger RMS, the first gradient of the final norm's gain would fall
       as 1/width^2 instead of 1/width, and the logits would stay near their initial values for longer. For tied
       embeddings, see :meth:`SmallModels.table`.

@@ -28,7 +28,7 @@ class Exponent:
 
     @property
     def beyond(self) -> float:
-        """By how much the distance from the range is above ``limit``. The check fails if this is above 0."""
+        """``outside`` minus ``limit``. The check fails if this is above 0."""
         return self.outside - self.limit
 
 

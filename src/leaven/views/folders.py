@@ -91,8 +91,10 @@ class StudyView(StudyDocument):
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the complete trials at the start. Without such trials, the loss of the first complete
-        trial, or None if no trial is complete."""
+        """The mean loss of the complete trials at the start point.
+
+        If there are none, the loss of the first complete trial, or None if no trial is complete.
+        """
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None

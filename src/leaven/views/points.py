@@ -32,7 +32,7 @@ def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
     """Return how values change from ``before`` to ``now``, largest changes first, in at most ``room`` characters.
 
-    ``before`` and ``now`` are distances from the start, by path.
+    ``before`` and ``now`` map the path of each value to its distance from the start point of the search.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [

@@ -179,9 +179,9 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes``, and with the published MoEs that have a value to compare.
+    """Return the check with ``changes``, and with published MoEs as its runs: those that have a value to compare.
 
-    The facts ``least`` and ``most`` are the lowest and the highest of these values.
+    The lowest and the highest published value become the facts ``least`` and ``most``.
     """
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]

@@ -153,7 +153,7 @@ def muon_lr(check: Check, case: Case) -> Check | None:
 
 
 def muon_decay(check: Check, case: Case) -> Check | None:
-    """Convert Muon's decay to AdamW's, and check it."""
+    """Compare the decay of Muon's matrices, as a weight decay of AdamW. Return None if Muon updates no matrix."""
     value = case.muon("weight_decay")
     if value is None:
         return None

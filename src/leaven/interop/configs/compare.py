@@ -203,11 +203,10 @@ def as_written(value: Any) -> Any:
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that the target supports, and a row for each replaced value.
 
-    ``holds`` lists the supported values of keys of ``[model]``. If a value is not in the list of its key, the first
-    value of the list replaces it. The list ``["any"]`` supports every value, and "d_model" means
-    ``d_attention = None``. A key without a list keeps its value, except that a key of ``ModelShape.added`` gets its
-    default if ``holds`` is not empty. Raise InputError if d_attention must be d_model, but n_heads
-    does not divide it.
+    ``holds`` maps keys of ``[model]`` to lists of supported values. The first value of a list replaces a value that
+    is not in the list. In these lists, "d_model" means ``d_attention = None``, and ``["any"]`` supports every value.
+    Keys without a list keep their values, except keys in ``ModelShape.added``: they get their defaults if ``holds``
+    is not empty. Raise InputError if d_attention must be d_model, but n_heads does not divide d_model.
     """
     changes = {
         key: default

@@ -112,7 +112,7 @@ class Draft:
                     if quantity.startswith("beta") and not (0 < first < 1 and 0 < base < 1):
                         raise InputError(
                             f"{self.origin}: {quantity} is {first:g} in {module} and {base:g} in other modules; make "
-                            "the two equal, or set both above 0 and below 1"
+                            "them equal, or give both a value between 0 and 1"
                         )
                     share = math.log(first) / math.log(base) if quantity.startswith("beta") else first / base
                     self.set(f"hyperparameters.modules.{module}.{quantity}", float(f"{share:.12g}"), reason)

@@ -190,9 +190,10 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the ``[[lost]]`` or ``[[notes]]`` rows of an export target, with evaluated templates and expressions.
+    """Yield the ``[[lost]]`` or ``[[notes]]`` rows of an export target, with templates and expressions evaluated.
 
-    Rows whose expression ``when`` is false are left out. ``known`` has the variables of the expressions.
+    A row is left out if its expression ``when`` is false. ``known`` maps the variables of templates and expressions
+    to their values.
     """
 
     def evaluated(expression: str) -> Any:

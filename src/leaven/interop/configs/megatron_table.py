@@ -128,7 +128,7 @@ def named_parameters(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[str, n
 
 
 def _settings(values: dict[str, Any]) -> tuple[float, float, tuple[float, float], float]:
-    """Return (lr, weight decay, betas, eps) of a parameter in the table. Those with equal settings form a group."""
+    """Return (lr, weight decay, betas, eps) of a parameter. Parameters with equal settings form a group."""
     return values["lr"], values["weight_decay"], tuple(values["betas"]), values["eps"]
 
 

@@ -141,7 +141,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    ``NUM_LAYERS`` divides the initial std of the last matrices of branches by sqrt(2 n_layers). ``NONE`` does not.
+    They differ in nanotron's scaling method. ``NUM_LAYERS`` divides the init std of the last matrix of each branch by
+    sqrt(2 n_layers). ``NONE`` does not.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -185,9 +186,10 @@ TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm
 
 
 def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for torchtitan: the recipe's settings, for an equivalent model without multipliers.
+    """Yield the only candidate for torchtitan: the settings of an equivalent model without multipliers.
 
-    torchtitan initialises key matrices like value matrices, and gains of key norms like gains of query norms.
+    In torchtitan, key matrices share the init of value matrices, and gains of key norms that of query norms. The
+    candidate has these inits, not the recipe's.
     """
     given: dict[str, ParameterSettings] = {}
     starts: dict[str, list[float]] = {}

@@ -210,8 +210,8 @@ class FittedTrials:
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
         """Return the best point of a search that has ended, or None if no trial finished.
 
-        ``by_surrogate``: rank points without fresh seeds by the loss that the surrogate predicts, not by the measured
-        loss.
+        ``by_surrogate``: without final trials (see the top of this file), rank points by the losses that the
+        surrogate predicts, not by the measured losses.
         """
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)

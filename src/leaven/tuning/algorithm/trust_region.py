@@ -209,7 +209,7 @@ class Features:
     """
 
     origin: Array  # (D,), octaves
-    scale: Array  # (D,), octaves of a step
+    scale: Array  # (D,), octaves per unit of a column
     levels: NDArray[np.int_]  # (D,), the number of levels; 0 for a number
 
     @cached_property

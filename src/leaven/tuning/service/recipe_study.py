@@ -50,8 +50,10 @@ def check_request(
 ) -> None:
     """Check the arguments of :class:`Study` and :meth:`Study.run` that do not depend on the tokenized text.
 
-    Raise InputError if the method is unknown or cannot use the prior knowledge, if the earlier study cannot
-    be used, or if the budget is missing or too small for one trial or the coarsest grid.
+    Raises:
+        InputError: if the method is unknown, or cannot use the space's prior knowledge; if the name of the recipe is
+            invalid; if the study ``from_study`` cannot be used; or if the budget is missing, or is too small for one
+            trial or the coarsest grid.
     """
     space = _narrowed(space, method, durations)
     one = _flops_of_trial(recipe, durations)

@@ -275,7 +275,7 @@ class SearchLoop:
 
 
 def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
-    """Return the number of ``calls`` of the objective. A call and its retry count as one."""
+    """Return the number of calls of the objective, not counting retries. ``calls`` has the proposals of each call."""
     return len({call[0].origin for call in calls})
 
 

@@ -143,11 +143,11 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
-    """Return the Optuna study ``name``. If there is none, create it and store ``settings`` in it.
+    """Return the Optuna study ``name``. If it does not exist, create it and store ``settings`` in it.
 
-    A study that exists, but is empty, may be one that another command is creating. If it is still empty after
-    ``PATIENCE`` seconds, store ``settings`` in it. Raise InputError if an older version of leaven or another program
-    created the study; ``what`` names it in the message.
+    If the study is empty, wait up to ``PATIENCE`` seconds, because another command may be creating it. If it stays
+    empty, store ``settings`` in it. Raise InputError if an older version of leaven or another program created the
+    study. The error message calls the study ``what``.
     """
     try:
         study = optuna.load_study(study_name=name, storage=store)
