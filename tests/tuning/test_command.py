@@ -1073,7 +1073,7 @@ LARGE = b"1" + b"0" * 400  # beyond a float
     [
         ("wandb", wandb_log(b"\xff" * 30), "a.wandb is damaged at byte 7: .*a number has more than 10 bytes"),
         ("wandb", wandb_log(b"\x12\xff\xff\x7fx"), "a field is longer than its record"),
-        ("wandb", wandb_log(b"\x12\xff"), "it ends within a number"),
+        ("wandb", wandb_log(b"\x12\xff"), "a number is incomplete"),
         ("wandb", wandb_log(wandb_row(_step=b"1", loss=LARGE)), "loss is 10+, not a number"),
         ("wandb", wandb_log(wandb_row(_step=LARGE, loss=b"3")), "the step _step = 10+, not a number; correct what"),
         ("wandb", wandb_log(wandb_row(_step=b"NaN", loss=b"3")), "the step _step = nan, not a number"),

@@ -886,7 +886,7 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
     assert document.settings["scales"] == [f"width {width}" for width in (32, 64, 96, 128, 1024)]
     assert document.settings["lr"] == [1, 2, 4]
     for name in ("width1_024-lr1", "mup_width1_024-lr1", "width64-lr1_000"):
-        with pytest.raises(InputError, match=r"_0\d\d may be one number or two; if it is one, remove the _"):
+        with pytest.raises(InputError, match=r"_0\d\d may be one number or two; for one number, remove the _"):
             transfer_of_runs(tensorboard_runs(tmp_path / name, name))
 
 

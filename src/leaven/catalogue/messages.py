@@ -29,7 +29,7 @@ from leaven.recipe.units import format_number, format_parameters, format_quantit
 
 
 class _LeftOut(Exception):
-    """Raised by a field to leave out its part of the message."""
+    """Raised while a part of a message is filled in, to leave out this part."""
 
 
 class _Formatter(string.Formatter):

@@ -115,7 +115,7 @@ class CheckedTokens:
 
 
 class FileTokens(CheckedTokens):
-    """The token ids in a file, from the byte ``offset`` on. ``advice`` ends the messages about a damaged file."""
+    """The token ids in a file, from the byte ``offset`` on. Error messages end with ``advice``."""
 
     def __init__(
         self, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0, advice: str = ADVICE

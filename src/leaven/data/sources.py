@@ -158,9 +158,9 @@ def same_files(files: Sequence[AnyFile]) -> list[list[int]]:
 def _without_links(files: Sequence[AnyFile]) -> tuple[tuple[AnyFile, ...], list[tuple[str, str]]]:
     """Return each file once, and a pair (key left out, key kept) for every other path to the same file.
 
-    This keeps links from putting a document into both splits, and from reading token ids twice. Of the paths to a
-    file of Megatron-LM, one with an index is kept. Otherwise a path without links is kept if there is one. So the
-    keys of documents stay the same when links are added.
+    Without this, links could put a document into both splits, or token ids could be read twice. Of the paths to
+    one file, a path with an index (Megatron-LM) is preferred, and among these a path without links. So new links do
+    not change the keys of documents.
     """
 
     def rank(at: int) -> tuple[bool, bool, str]:

@@ -356,6 +356,6 @@ class BenchDocument(Document, schema="bench/1"):
     choose: BenchChoice | None  # recommended sizes; null if the measurement of the first batch size was cut short
     too_large: list[int]  # micro-batch sizes that do not fit in memory
     whole: bool  # false if Ctrl-C or --seconds ended the measurement early
-    unfinished: int | None  # batch size of which only some micro-batches were measured, in sequences
+    unfinished: int | None  # batch size (in sequences) whose measurement was cut short; null if none was
     mfu_convention: str
     next: list[str] = []  # commands to type next

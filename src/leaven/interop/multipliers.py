@@ -140,8 +140,8 @@ def rescale_attention(
     found, blocks = logit_scales(model), sum(structure.stacks.values())
     if len(found) != blocks:
         raise InputError(
-            f"the head dimension differs from the base's, but {len(found)} of {blocks} blocks have the scale of the "
-            f"attention logits in an attribute `scaling`, `scale` or `softmax_scale`; multiply the scale by "
+            f"the head dimension differs from the base's, but only {len(found)} of {blocks} blocks have the scale of "
+            f"the attention logits in an attribute `scaling`, `scale` or `softmax_scale`; multiply the scale by "
             f"{factor:g} yourself and pass head_ratio=1.0"
         )
     present, of_base = ({getattr(*scale) for scale in scales} for scales in (found, logit_scales(base)))

@@ -103,7 +103,7 @@ def _random(like: Tensor, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def is_offset(norm: nn.Module) -> bool:
-    """Return whether a norm multiplies by 1 + its weight. Return False if a copy of the norm cannot be called."""
+    """Return whether a norm multiplies by 1 + its weight, tested on a copy. Return False if the test fails."""
     try:
         copied = copy.deepcopy(norm)
         copied._forward_hooks.clear()

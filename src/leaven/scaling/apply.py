@@ -24,10 +24,10 @@ class Factors:
     half_life: float  # factor on the half-life of Adam's moments in steps
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
-        """Return Adam's beta at this scale: ``base ** (multiplier / half_life)``.
+        """Return Adam's beta at this scale: ``base ** (multiplier / self.half_life)``.
 
-        ``multiplier`` is the recipe's multiplier of beta for the tensor's module. Papers instead multiply
-        ``1 - beta`` by ``multiplier / half_life``, which may give a beta outside (0, 1).
+        ``base`` is beta at the base. ``multiplier`` is the recipe's multiplier of beta for the tensor's module.
+        Papers instead multiply ``1 - beta`` by ``multiplier / half_life``, which may give a beta outside (0, 1).
         """
         return float(base ** (multiplier / self.half_life))
 

@@ -65,7 +65,7 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
-    """Return a warning if ``tuned`` does not say which values a search chose: no reason in it names a study."""
+    """Return a warning if no reason in ``tuned`` names a study. It is then unknown which values were searched."""
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 

@@ -490,8 +490,9 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the checkpoints to keep. ``due`` has all scheduled checkpoints. Both lists have ascending token
-    counts. These are kept:
+    """Return the checkpoints to keep of the scheduled checkpoints ``due``. Both are ascending token counts.
+
+    These are kept:
 
     - the newest ``keep``;
     - the last checkpoint at or before ``good_tokens``;

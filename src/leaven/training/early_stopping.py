@@ -138,9 +138,9 @@ def gap(curve: Curve, baseline: Baseline) -> float:
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how much the loss of the baseline falls between the end of ``curve`` and its own end, in nats.
+    """Return how much the baseline's loss falls from the end of ``curve`` to the end of the baseline, in nats.
 
-    The loss at an end is the mean of the last :data:`SMOOTH` points.
+    The loss at an end is a mean over the last :data:`SMOOTH` points.
     """
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 

@@ -276,9 +276,9 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences, the number in all processes together.
+        """Return a batch that has ``sequences`` sequences over all processes.
 
-        This process trains only on the first ``count`` sequences in ``windows``.
+        This process uses only the first ``count`` sequences in ``windows``.
         """
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:

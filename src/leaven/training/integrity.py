@@ -255,8 +255,8 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between the recipe that was trained and recipe.toml.
 
-    Leave out a value of recipe.toml that equals the value before the last change of the recipe: a kill may have
-    ended the process before it wrote the changed file. Return [] if no recipe of the trained state can be read.
+    Leave out a value if recipe.toml still has the value from before the last change of the recipe. The process may
+    have been killed before it wrote recipe.toml. Return [] if no recipe of the trained state can be read.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:

@@ -257,8 +257,8 @@ class RunFolder:
         unused = f"if no other run or study uses these checkpoints, type: echo > {shlex.quote(str(folder / OWNER))}"
         if not self.checkpoints.is_symlink():
             raise InputError(
-                f"{self.checkpoints} is marked as {whose}; {unused}; otherwise, the other "
-                "folder has a link to these checkpoints: first replace the link by a folder"
+                f"{self.checkpoints} is marked as {whose}; {unused}; otherwise, first "
+                "replace the link to these checkpoints in the folder of that run or study by a folder"
             )
         raise InputError(
             f"{self.checkpoints} is a link to {whose}; {unused}; otherwise, put a folder in place of the link: if "

@@ -123,8 +123,8 @@ class RunLines:
         return self._lines[self._run.events_file].written()
 
     def changes(self, step: int) -> dict[str, str]:
-        """Return {file name: how its lines up to ``step`` differ from those that were written}. A file is only read
-        if its size is wrong. A change that was returned is not returned again."""
+        """Return {file name: how its lines up to ``step`` differ from the lines that the run wrote}. Each change is
+        returned only once. A file is read only if its size is wrong."""
         found: dict[str, str] = {}
         for path, lines in self._lines.items() if self._run.writes else ():
             waiting = self._waiting_for(path)

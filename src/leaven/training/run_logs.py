@@ -238,7 +238,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         value = 0
         for shift in range(0, 70, 7):  # 64 bits have at most 10 bytes
             if at >= len(message):
-                raise ValueError("it ends within a number")
+                raise ValueError("a number is incomplete")
             byte = message[at]
             at, value = at + 1, value | (byte & 0x7F) << shift
             if byte < 0x80:

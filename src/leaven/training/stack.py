@@ -86,15 +86,15 @@ def train_stack(
     checkpoint_seconds: float = 60,
     inputs: str | None = None,
 ) -> list[Outcome]:
-    """Train up to ``size`` recipes at once, and return their outcomes in the same order.
+    """Train ``recipes``, at most ``size``, together in one stack. Return their outcomes in the same order.
 
-    The process keeps the compiled stack for the next call, because compiling takes longer than many trials. A trial
-    that diverges stays in the stack until the others are done.
+    The process keeps the compiled stack for the next call, because compiling takes longer than many trials. A
+    trial that diverges stays in the stack until the others are done.
 
     Args:
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume, pass the same recipes in the
             same order, and the same size.
-        inputs: the fingerprint that the text must have (``fingerprint_of``). None: any.
+        inputs: the required fingerprint of the training text (``fingerprint_of``). None: any.
 
     Raises:
         InputError: if the text has another fingerprint, or the checkpoint was not written by these trials.

@@ -369,7 +369,7 @@ class CommandFile(Command):
     why: dict[str, str] = {}  # for each value by name: why the search starts at it
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the searched values by name. ``octaves``: their distances from the start."""
+        """Return the searched values by name. ``octaves`` has the distance of each value from its start value."""
         return {name: self.space[name].moved(x) for name, x in octaves.items()}
 
 

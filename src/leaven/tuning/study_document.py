@@ -1,7 +1,7 @@
 """The document of a study, saved as study.json. Screens and reports are made from it.
 
-Losses and noise are in nats per token, or in the unit of the loss that a command reports. A point maps
-the path of each searched value to its distance from the start, in the unit of its dimension.
+Losses and noise are in nats per token, or in the unit of the loss that a command reports. A point maps the path of
+each searched value to a distance from the start value, in the unit of the :class:`Dimension`.
 """
 
 import math

@@ -192,8 +192,8 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return a failure that does not depend on slopes: a value is not finite, never changes, or is 0 at some sizes
-    only. Return "" if there is none; then the slopes over size decide."""
+    """Return why a module fails, whatever its slopes over size: a value is not finite, never changes, or is 0 at some
+    sizes only. Return "" if the slopes decide."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):

@@ -95,8 +95,8 @@ class LoggedRow:
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield (folder, names of its files) for ``path`` and each folder below it, once each. Leave out hidden names.
 
-    Raise InputError if a folder cannot be read. At the end, raise it if an empty folder or a broken link is beside a
-    folder with logs, because the disk with another run may not be mounted.
+    Raise InputError if a folder cannot be read. At the end, also raise InputError if an empty folder or a broken
+    link is beside a folder with logs. The empty folder or link may belong to a disk that is not mounted.
     """
 
     def refuse(error: OSError) -> None:
@@ -234,8 +234,9 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, float]:
     """Return the named numbers in a run's path below ``root``, such as {"width": 256.0} for ``width256``.
 
-    If the path has no width, a mup_width or model_width is returned as the width, unless the path has both or
-    ``columns`` names it. The same holds for the depth. Raise InputError if a number may also be two numbers.
+    If the path has no width, a mup_width or model_width is returned as the width. It keeps its own name if
+    ``columns`` contains this name, or if the path has both. The same holds for the depth. Raise InputError if it is
+    unclear whether a text is one number or two.
     """
     found = {}
     named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
@@ -243,7 +244,7 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
         used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
         if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
             where = f"{path}: {name}{number}{more} may be one number or two"
-            raise InputError(f"{where}; if it is one, remove the _; if it is two, replace the _ by -")
+            raise InputError(f"{where}; for one number, remove the _; for two numbers, replace the _ by -")
         whole = used & {"width", "depth"} and letter[:1] in {"b", "p"}  # as in width256b512
         if used and not whole and re.fullmatch(LETTER_FOR_POINT, number + unit + more + letter):
             one = f"{number}.{letter[1:]}{letter[0].strip('p')}"

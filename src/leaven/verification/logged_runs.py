@@ -242,11 +242,11 @@ def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
-    """Raise InputError if runs seem to be copies: they have the same loss as another run at the same value.
+    """Raise InputError if runs seem to be copies, because they have the same loss.
 
-    ``values`` has the runs of each value. Runs count as copies if at least two values have several runs, and all
-    values with several runs repeat a loss. A single value may repeat a loss by chance, because logs round losses.
-    Diverged runs are ignored.
+    ``values`` has the runs of each value. Two runs of one value may have the same loss by chance, because logs
+    round losses. Runs count as copies only if at least two values have several runs, and each such value has two runs
+    with the same loss. Diverged runs are ignored.
     """
     twins = []
     for rows in values:

@@ -117,7 +117,7 @@ def check_memory(
 def tensors(recipe: Recipe) -> TrainingCode:
     """Return the planner's constants for leaven's trainer, without fixed memory and slack.
 
-    With them, the planner predicts only the memory of tensors, which the measurement counts.
+    The planner then predicts only the memory of tensors, which is what the dry run measures.
     """
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
@@ -127,7 +127,8 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with its dry run.
 
-    Single parts get no verdict: the plan has their largest sizes, the dry run their sizes at the peak.
+    Only the totals get a verdict. A part, such as the gradients, has its largest size in the plan, but its size at
+    the peak of the total in the dry run.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

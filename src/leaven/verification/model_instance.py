@@ -41,8 +41,8 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale whose settings the rule computes. If ``ruled`` is false, its batch and tokens are 1, so the rule
-        does not adapt hyperparameters to them."""
+        """The scale to which the scaling rule adapts the hyperparameters. If ``ruled`` is false, this scale has batch
+        and tokens 1, so the rule adapts them only to width and depth."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -107,9 +107,9 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return a function from names in leaven's transformer to labels, such as ``mlp.in``.
+    """Return a function from the names of modules and parameters of ``model`` to labels, such as ``mlp.in``.
 
-    The label of a whole block is ``residual``.
+    ``model`` is leaven's transformer. The label of a whole block is ``residual``.
     """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 

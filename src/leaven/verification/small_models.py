@@ -68,7 +68,7 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
 
 
 def _fitted(shape: ModelShape) -> ModelShape:
-    """Return the shape at width 64, or at a nearby width if 64 does not fit."""
+    """Return the shape at width 64 and depth 2. If ``shape.scaled`` refuses, use a width near 64 and other heads."""
     try:
         return shape.scaled(WIDTH, DEPTHS[0])
     except ValueError:

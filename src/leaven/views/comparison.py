@@ -114,8 +114,8 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
     """Return the number of tokens at which a run reached ``loss``, interpolated between validations.
 
-    ``validation`` has pairs (tokens, loss), and one of the losses must be at most ``loss``. Return None if the first
-    one is: the run then reached ``loss`` at an unknown time.
+    ``validation`` has pairs (tokens, loss). At least one must have a loss of at most ``loss``. Return None if the
+    first pair has: the run reached ``loss`` at an unknown time before it.
     """
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss

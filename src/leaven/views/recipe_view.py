@@ -157,8 +157,8 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
     """Return the table of the multipliers in a study's best recipe, or None without multipliers.
 
-    Rows are modules, columns are `multiplier_kinds`. Each cell has a colour per layer. Depth multipliers are
-    in the first row.
+    Rows are modules, columns are `multiplier_kinds`. A cell is a band of colours, one for each layer. If there are
+    depth multipliers, they are in an additional first row.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

@@ -213,7 +213,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return each curve minus the best trial's, smoothed, or {} if the best trial has no curve."""
+    """Return the smoothed difference of each curve from the best trial's curve, or {} if that curve is missing."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}

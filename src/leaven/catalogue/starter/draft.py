@@ -72,10 +72,11 @@ class StarterRequest:
 
 
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
-    """Estimate how many of ``params`` parameters a token uses.
+    """Estimate how many of ``params`` parameters a token uses: all if ``experts`` is None (a dense model).
 
-    ``experts`` is (experts of a layer, experts that a token uses). The attention of a block is assumed to
-    have 4 d_model^2 parameters. A token's experts have a total width w and 3 w d_model parameters.
+    ``experts`` is (experts of a layer, experts that a token uses). In each block, a token is assumed to use 4
+    d_model^2 parameters of the attention, and 3 w d_model of its experts, whose total width is w. Published mixtures
+    of similar size give w / d_model and the number of shared experts.
     """
     if experts is None:
         return params
@@ -192,7 +193,7 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return a step in the derivation of a recipe. ``values`` are by path; ``lines`` are the reasons."""
+    """Return a step in the derivation of a recipe. ``values`` maps paths to values; ``lines`` are the reasons."""
     once = list(dict.fromkeys(sources))
     return DerivationRow(
         step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once

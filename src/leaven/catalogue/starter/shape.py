@@ -80,7 +80,7 @@ class Proportions(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Return the smallest width with whole groups of heads."""
+        """Return the step of d_model. At multiples of it, n_heads is whole and a multiple of n_kv_heads."""
         return (Fraction(self.d_head * (self.n_kv_heads or self.group)) / self.attention).numerator
 
 

@@ -119,7 +119,8 @@ def _flavor(given: Settings) -> None:
 
 
 def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> None:
-    """Set the model and its parameters' settings from the sections model_spec and optimizer."""
+    """Set the recipe's model, the settings of its parameters and layout.recompute from the sections model_spec,
+    optimizer and activation_checkpoint. Raise InputError if leaven cannot read them."""
     draft = given.draft
     name = spec.get("name") if isinstance(spec, dict) else None
     if not isinstance(name, str) or name not in TABLE["flavors"]:

@@ -328,5 +328,5 @@ class _Script:
 
 
 def open_variables(word: str) -> list[str]:
-    """Return the unset variables in a word, such as ``$LR``. A command's output counts as unset."""
+    """Return the unset variables in a word, such as ``$LR``. Each ``$(...)`` gives "the output of a command"."""
     return ["the output of a command" if name == _COMMAND[1:] else f"${name}" for name in _OPEN.findall(word)]

@@ -62,9 +62,10 @@ def coordinates(
 ) -> tuple[Coordinate, ...]:
     """Return one :class:`Coordinate` for each searched value, the most important first.
 
-    The importance of a value is the standard deviation of the predicted loss when only this value varies
-    over the trials. All others stay at ``best`` (D,). Importances are scaled to the sum 1. Trials are at
-    ``points`` (n, D) with ``losses`` (n,). ``optunas`` has Optuna's importances (D,).
+    The importance of a value is the standard deviation of the loss that is predicted when this value varies as in
+    the trials and all others stay at ``best`` (D,). Importances are scaled to the sum 1. Trials are at ``points`` (n,
+    D) with ``losses`` (n,). Differences of losses below ``floor`` (nats) do not count. ``optunas`` has Optuna's
+    importances (D,).
     """
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)

@@ -263,7 +263,7 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior that expects the optimum at ``centre`` +- ``width``, both (D,), in steps from the start."""
+    """Return the prior that expects the optimum at ``centre`` +- ``width`` from the start point, (D,) in steps."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre

@@ -179,8 +179,8 @@ class Axes:
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
         """Return the points not in ``tried`` with the fewest changes to ``params``, or [] if all have been tried.
 
-        A change moves a whole number by 1, or a choice to any other level. If a number is not whole, or if all values
-        are choices, return ``[params]`` even if it has been tried.
+        A change moves a whole number by 1, or a choice to any other level. Every number must be whole, and there
+        must be at least one number. Otherwise, return ``[params]``, tried or not.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -310,9 +310,9 @@ class Region:
         return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice by ``quadratic``, as an array (D,) with 0 for numbers.
+        """Return the level of each choice with the lowest loss by ``quadratic``, as an array (D,) with 0 for numbers.
 
-        With ``unseen_first``, levels that no trial has used are better than all others.
+        With ``unseen_first``, prefer levels that no trial has used.
         """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
@@ -452,8 +452,8 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which ``names`` are learning rates to lower after a divergence, (D,). If the global lr is not
-    searched, these are the lrs of modules and depths."""
+    """Return a mask (D,) of the learning rates in ``names`` to lower after a divergence: the global lr, or the lrs of
+    modules and depths if the global lr is not searched."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -247,10 +247,10 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait for a command to end. Return its outcome, or why it failed.
+        """Watch a command until it ends, diverges, should be pruned or times out.
 
-        ``where`` is the path of its losses, and ``output`` the file of its printed text. Also return when the command
-        should be pruned or has diverged. Raise TrialReleased if the search stops meanwhile.
+        Return its outcome, or why it failed. Raise TrialReleased if the search stops meanwhile. ``output`` is the
+        file of the command's printed text, and ``where`` is the path of its losses.
         """
         command, began, next_look = self.command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None

@@ -111,11 +111,11 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
 
 
 def _unreadable(source: LossSource, text: str, losses: list[re.Match[str]]) -> str | None:
-    """Return the text that stands in place of a number after the last of ``losses``, or None.
+    """Return a text that stands where a loss is expected, after the last of ``losses``, or None.
 
-    Only lines that begin like the line of the last loss count: "*** loss *** done" is probably no loss. A text such
-    as "None" may mean a step without a loss. So it counts only if there are several losses, and if more than twice as
-    many such texts follow the last loss as stand in any earlier gap between losses.
+    Only lines that begin like the line of the last loss count, unlike "*** loss *** done". A text such as "None"
+    may mean that a step has no loss. It counts only if there are several losses, and if more than twice as many such
+    texts follow the last loss as stand in any gap before it.
     """
     last = losses[-1] if losses else None
     for found in re.compile(source.unreadable, re.MULTILINE).finditer(text, last.end() if last else 0):

@@ -53,9 +53,9 @@ class SearchResult:
     """The result of a search."""
 
     params: dict[str, float]  # log2 multipliers of the best point, by name
-    loss: float  # mean loss of the best point, only of fresh trials (see ``fresh``) if there are any
+    loss: float  # mean loss of the fresh trials at the best point, or of all trials there if ``fresh`` is 0
     interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0 or the noise is unknown
-    fresh: int  # number of trials that were not used to choose the point
+    fresh: int  # number of trials at the best point that were not used to choose it
     noise: float | None  # standard deviation of the loss between trials of one point; None if it was not measured
     stalled: bool  # whether the search stopped early because several rounds gained less than the noise
     trials: tuple[SearchTrial, ...]  # the trials with a result, in the order in which they ended

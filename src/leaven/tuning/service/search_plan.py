@@ -95,10 +95,10 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (finalists, trials of each): the largest allowed entry of ``FINALS`` that the budget can pay for.
+        """Return (finalists, trials of each): the most expensive entry of ``FINALS`` that the budget can pay for.
 
-        Final trials may use the share ``RESERVED`` of the budget, but not more than what is unused at ``now`` (Unix
-        time).
+        Final trials cost at most the share ``RESERVED`` of the budget, and at most what is left at ``now`` (Unix
+        time). A budget below ``FEW`` trials allows one final trial at most.
         """
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)

@@ -78,10 +78,10 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. If it was retried, the fields of the base class are those of the
-    last attempt. ``values`` is empty."""
+    """A trial of a search, read from the store. The inherited fields describe its last attempt, but ``values`` is
+    empty."""
 
-    params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
+    params: Params  # log2 multipliers of the searched values; whole numbers are rounded first
     origin: int  # number of the first attempt
     job: str | None = None  # job of the first attempt
     final_of: str = ""  # in a final trial, the budget that it belongs to, such as "64 trials"; empty in others
@@ -210,9 +210,9 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Give failed trials another attempt. Return how many.
+        """Give failed trials another attempt, at most once for each trial. Return the number of these trials.
 
-        ``numbers`` are the numbers of last attempts. A trial that was given back before gets no further attempt.
+        ``numbers`` are the numbers of the trials' last attempts. ``owner`` is recorded with the new attempts.
         """
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}

@@ -359,7 +359,7 @@ class Journal(JournalFileBackend):
         if whole and self._first not in {b"", first}:
             raise InputError(
                 f"{self._file_path} is now the journal of another study, so this command has ended; if you moved "
-                "its own study, run the command again with the new folder of that study"
+                "the study of this command, run the command again with the new folder of the study"
             )
         if size < read or (self._first and not whole):
             raise OSError(errno.EIO, "an older copy has replaced the file", self._file_path)
