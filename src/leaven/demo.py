@@ -49,8 +49,8 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs at each lr: all seeds at the smallest width, but one seed with both scaling rules at each larger
-        width."""
+        """The runs at each lr. The smallest width has a run for each seed. Each larger width has one run for each of
+        the two scaling rules, with seed 0."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),

@@ -166,8 +166,8 @@ class Neighbours:
 
     params: int  # size of the model: the parameters that a token uses
     ranked: tuple[PublishedRun, ...]  # one run of each lineage; runs within `FACTOR` in size first
-    reference: PublishedRun | None = None  # run of ``--from``, which alone decides the values that it publishes
-    experts: bool = False  # whether the model is a mixture of experts, for which runs with experts vote, too
+    reference: PublishedRun | None = None  # the run of ``--from``; for the values that it publishes, only it counts
+    experts: bool = False  # whether the model has experts; then runs with experts vote, too
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:

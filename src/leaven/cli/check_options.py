@@ -101,7 +101,9 @@ class CheckOptions:
         """Return the recipe in the file ``subject``, or ``subject`` itself for a ``module:factory``."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
-                raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
+                raise InputError(
+                    f"--set applies only to recipes, not to {self.subject}; set the value in the factory instead"
+                )
             return self.subject
         if Path(self.subject).suffix.lower() in LOGS:
             raise InputError(

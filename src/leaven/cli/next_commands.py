@@ -234,8 +234,7 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
     """Return the cluster on which to plan a recipe: the recipe's own cluster, if :func:`known_cluster` finds one.
-    Otherwise, return a cluster with enough GPUs for the recipe. The GPUs are those of the target's cluster, or else
-    `EXAMPLE_GPU`."""
+    Otherwise, return enough GPUs for the recipe, of the kind in the target's cluster, or else `EXAMPLE_GPU`."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None

@@ -122,9 +122,9 @@ def _parts(source: DataSource) -> SourceParts:
 
 
 def _about_links(source: str, links: Sequence[tuple[str, str]], count: int) -> tuple[str, ...]:
-    """Return a note if some of ``count`` files are left out, because they are links to others.
+    """Return a note if some files of a source are left out, because they are links to its other files.
 
-    ``links`` has (key left out, key kept) of each.
+    ``links`` has the keys (link, other file) for each. ``count`` is the number of all files.
     """
     if not links:
         return ()

@@ -52,15 +52,15 @@ class Stream:
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples with these ``numbers``, [N, seq_len + 1], even those in the field ``skip``."""
+        """Return the samples with these ``numbers``, [N, seq_len + 1]. The field ``skip`` has no effect."""
         epochs, places = np.divmod(numbers.astype(np.uint64), np.uint64(self.samples_per_epoch))
         return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of streams. Among the first n samples, for any n, the number of samples from a stream differs from
-    n x (share of the stream) by less than 1. Skipped samples (``skip``) are among these n samples."""
+    """A mixture of streams. For any n, the first n samples contain n x (share of the stream) samples of each stream,
+    with an error below 1. The samples that ``skip`` leaves out count among the n."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1

@@ -43,7 +43,7 @@ def distribute_experts(stage: Stage, group: ProcessGroup) -> None:
 class ExpertExchange:
     """Computes the experts of this rank for the rows of all expert-parallel ranks.
 
-    The argument ``experts`` is the function that computes the experts of this rank, with the arguments of
+    ``experts`` computes the experts of this rank, and has the arguments of
     :meth:`leaven.model.experts.RoutedExperts.forward`. ``group`` has the expert-parallel ranks. Rank r stores the
     r-th part of all experts.
     """

@@ -128,7 +128,7 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of ``shape`` by key of [model]. The keys in ``words`` have "none" in place of None."""
+        """Return the values of ``shape`` by key of [model]. None becomes "none" for keys of the field ``words``."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 

@@ -72,13 +72,12 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    A branch's multiplier scales the output of its last matrix. For experts in one tensor, the multiplier
-    scales the output of the module ``experts``. A norm on the branch's output would undo the multiplier, so
-    the norm's output is scaled. ``output_norms`` maps paths of such norms, such as ``layers.*.post_norm``,
-    to ``attention`` or ``mlp``.
+    A branch's multiplier scales the output of its last matrix. For experts in one tensor, it scales the output of the
+    module ``experts``. If a norm follows, which would undo this, it scales the output of the norm. ``output_norms``
+    maps paths of such norms, such as ``layers.*.post_norm``, to ``attention`` or ``mlp``.
 
-    The logits' multiplier scales the output of the final norm, because fused losses do not call the
-    unembedding. Without exactly one final norm, it scales the input of the unembedding.
+    The logits' multiplier scales the output of the final norm, because fused losses do not call the unembedding.
+    Without exactly one final norm, it scales the input of the unembedding.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
@@ -215,8 +214,8 @@ def uninstall(model: nn.Module) -> None:
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Raise InputError. While :func:`fold` multiplies weights, this hook is on the model's modules. If fold is
-    interrupted, the hook stays, so that the model cannot be used."""
+    """Raise InputError. :func:`fold` installs this hook on all modules of a model while it multiplies the weights. If
+    ``fold`` is interrupted, the hook stays, so that the half-folded model cannot be used."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"

@@ -1,7 +1,7 @@
 """Applies a scaling rule to a torch model: parameter groups, forward multipliers and, if wanted, initial values.
 
 ``structure.py`` finds blocks and parameters, ``roles.py`` classifies each parameter, ``tracing.py`` finds norms on
-the outputs of branches, and ``multipliers.py`` installs and folds forward multipliers.
+the outputs of residual branches, and ``multipliers.py`` installs and folds forward multipliers.
 """
 
 import math

@@ -155,9 +155,9 @@ class Classifier:
         return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:
-        """Return whether a parameter is a router: the matrix of a module ``gate`` or ``router`` next to experts.
+        """Return whether a parameter is a router: the matrix of a module ``gate`` or ``router`` beside the experts.
 
-        Its shape must be (number of experts, width), in the model and in the base.
+        The matrix has the shape (number of experts, width), both in the model and in the base.
         """
         return any(
             site.path[: len(beside)] == beside
@@ -260,10 +260,10 @@ class Classifier:
         )
 
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
-        """Run the base to find the norms on outputs of branches, and set the attribute ``output_norms``.
+        """Run the base to find the norms on the outputs of residual branches, and set the attribute ``output_norms``.
 
-        The user's option ``modules`` overrides what is found. If running the base fails and ``modules`` does not name
-        every norm in the blocks, warn. ``classified`` has the model's matrices by parameter name.
+        The user's option ``modules`` takes precedence. Warn if the base cannot be run and ``modules`` does not name
+        every norm in the blocks. ``classified`` has the model's matrices by parameter name.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))

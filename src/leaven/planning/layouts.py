@@ -155,7 +155,10 @@ class Exploration:
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """For each layout, the best candidate in ``choices``. The best layout is first."""
+        """The best candidate of each layout, among those that fit into memory. The best layout is first.
+
+        With ``job.by_leaven``, only candidates that leaven can train count.
+        """
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)

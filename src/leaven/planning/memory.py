@@ -196,9 +196,10 @@ def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float, float]:
-    """Return ``stays``, ``once`` and ``freed`` of :class:`_States`, which describe the activation memory of a rank.
+    """Return a rank's activation memory as ``stays``, ``once`` and ``freed`` of :class:`_States`, in bytes per token.
 
-    All three are in bytes per token.
+    ``stays`` is saved until the backward pass. ``once`` exists for one micro-batch and one block at a time. ``freed``
+    is the part of both that is free again when a block exchanges its gradients.
     """
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1

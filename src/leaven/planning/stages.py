@@ -86,7 +86,7 @@ class RankParameters(NamedTuple):
 
     blocks: float  # parameters in blocks, without routed experts
     experts: float  # this rank's share of the routed experts, which are divided over the ``ep`` ranks
-    ends: float  # outside the blocks; both the first and the last pipeline rank have tied embeddings
+    ends: float  # parameters outside the blocks; a tied embedding counts on the first and on the last rank
 
     @property
     def total(self) -> float:

@@ -190,7 +190,8 @@ class Hyperparameters(Part):
         ):
             if self.optimizer != "adam" and shrink >= 1:
                 raise ValueError(
-                    f"{name} = {shrink:g} erases a weight in one step; lower one factor until the product is below 1"
+                    f"{name} = {shrink:g} erases a weight in one step; lower lr or weight_decay until "
+                    "their product is below 1"
                 )
         return self
 

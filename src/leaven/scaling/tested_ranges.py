@@ -114,7 +114,7 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Yield a warning if the width or the depth is far above the base's, because the best lr then changes.
 
-    This concerns only complete-d-p with norms after branches, and the depth only with alpha = 1.
+    Only complete-d-p with norms on the outputs of residual branches is checked, and the depth only at alpha = 1.
     """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return

@@ -31,10 +31,10 @@ Moments = Mapping[tuple[str, str], Tensor]
 class Optimizer:
     """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table.
 
-    A batch ramp may scale the betas: step i then uses beta_i = beta ** (1 / h_i), where h_i is the half-life of the
-    moment divided by its half-life at the full batch. The correct bias correction divides by 1 - (product of all
-    beta_i). After n steps, torch divides by 1 - beta_n ** (its step count). The two agree if the step count is
-    h_n x sum(1 / h_i). So whenever the batch changes, :meth:`recount` sets the count to this value.
+    A batch ramp may scale the betas: step i uses beta_i = beta ** (1 / h_i). Here h_i is the half-life of the moment
+    at step i, divided by its half-life at the full batch. After n steps, the correct bias correction divides by
+    1 - (beta_1 x ... x beta_n), but torch divides by 1 - beta_n ** (its step count). The two are equal if the step
+    count is h_n x sum(1 / h_i). So whenever the batch changes, :meth:`recount` sets the count to this value.
     """
 
     adam: torch.optim.Adam

@@ -191,7 +191,8 @@ class RunFolder:
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
         """Return how many more rewinds the newest undamaged checkpoint has recorded than ``events``.
 
-        Above 0: events are lost. Below 0: this checkpoint was written before the last rewind, or there is none.
+        A result above 0 means that events are lost. A negative result means that the checkpoint is older than the
+        last rewind, or that no checkpoint is undamaged.
         """
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)

@@ -206,10 +206,10 @@ def rollback(
 ) -> Rewind:
     """Return the rewind that answers an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    n is the number of suspicious steps. The first attempt returns to the state before these steps. It then skips the
-    data of these n steps and of the next n steps. If the same anomaly comes again, attempt k returns (4^(k - 1) - 1)
-    n steps further back, and skips all data from there to 4^(k - 1) n steps after the suspicious steps. No attempt
-    returns further than ``oldest_tokens``, the token count of the oldest checkpoint.
+    Attempt 1 returns to the state before the n suspicious steps, and skips the data of these and of the next n steps.
+    If the same anomaly comes again, the next attempt returns further. With m = 4^(k - 1), attempt k returns to
+    (m - 1) x n steps before the suspicious steps, and skips the data up to m x n steps after them. No attempt returns
+    further than ``oldest_tokens``, the token count of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.

@@ -125,9 +125,10 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the distances of a trial from the start: for the values of ``space``, and then for ``others``.
+    """Return a trial as distances from the start point: first the values of ``space``, then ``others``.
 
-    A value of ``space`` that the trial lacks has the distance 0. The distances of ``others`` are in steps.
+    ``others`` are values that only the earlier study searched. Their distances are divided by their ``scale``. A
+    value of ``space`` that the trial lacks has the distance 0.
     """
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths

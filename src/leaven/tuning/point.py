@@ -8,8 +8,8 @@ distances are 0. The code calls distances ``octaves``, whatever their unit. Optu
 Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
 - ``beta1``, ``beta2`` and Muon's momentum: at distance x, beta becomes ``beta ** 2^x``. So a distance of 1 halves the
-  half-life. A beta multiplier of a module or a depth profile is the exponent of the global beta. A distance of 1
-  doubles the exponent.
+  half-life. Multipliers of a beta, in modules and depth profiles, are exponents of the global beta. A distance of 1
+  doubles such an exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens.
 - ``batch.tokens`` is rounded to whole sequences. A batch ramp and batch stages are scaled in proportion. The order of
   the sequences stays the same, so a larger batch means fewer steps.
@@ -72,8 +72,8 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of a quantity's depth profile, one for each point, such as ``hyperparameters.depth.lr[0]``.
-    Leave out points that change the multiplier of no block."""
+    """Return the paths of the points of a quantity's depth profile, such as ``hyperparameters.depth.lr[0]``. Points
+    that affect no block are left out."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):

@@ -7,9 +7,9 @@ most to Mlodozeniec et al. 2025 (arXiv 2512.22382).
 Some pairs of values are redundant: multiplying the first by c and dividing the second by c gives the same model.
 So neither has a single best value. ``per-module`` therefore leaves out:
 
-- The global lr, init_std and residual, because their multipliers are searched in the modules. Search the set
-  ``global`` first, and start ``per-module`` from its best values.
-- The middle point of a depth profile, because the multipliers of modules already set the mean over depth.
+- The global lr, init_std and residual, because each module has a multiplier for them. To tune the global values,
+  search the set ``global`` first, and start the ``per-module`` search at its best point.
+- The middle point of a depth profile, because the multipliers of modules already scale all blocks together.
 - The init_std of some modules (:func:`_scaled_by_others`).
 """
 
@@ -47,7 +47,7 @@ class SearchSpace(ABC):
     left_out: tuple[tuple[str, str], ...] = ()  # path and reason of values that are not searched
     earlier: EarlierTrials | None = None  # trials of an earlier study, as points of this space
 
-    kind: ClassVar[str]  # kind of the file with the start, for messages: recipe or command file
+    kind: ClassVar[str]  # what messages call the file with the start point: recipe or command file
 
     @property
     @abstractmethod

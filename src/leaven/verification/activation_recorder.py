@@ -46,8 +46,8 @@ class ActivationRecorder(TorchFunctionMode):
     are stacked in the order of computation. If a container returns the output of one of its modules, this output is
     recorded once, for the inner module. Not recorded are:
 
-    - the product of a branch's output and its multiplier, as ``layers.3.mlp`` returns it in a parametrized model; the
-      output before this product is recorded;
+    - in a parametrized model, outputs of modules around a branch's last matrix, such as ``layers.3.mlp``, because
+      they include the branch's multiplier (the output of the matrix is recorded without it);
     - outputs inside ``experts``: their rows depend on the router, so they change in training.
     """
 

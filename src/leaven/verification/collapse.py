@@ -203,7 +203,10 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss L0, shape (...), with the least sum of squared :func:`deviations`."""
+    """Return the irreducible loss L0 with the least sum of squared :func:`deviations`, found on a grid.
+
+    Shapes: ``curves`` (..., sizes, intervals), the result (...).
+    """
     lowest = curves[..., -1].min(-1)
 
     def best(distances: Array) -> Array:

@@ -265,7 +265,8 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
     """Raise InputError if a run that has not diverged ends at an earlier step than another run of the same size.
 
-    ``ends`` has the last row of each run. Nothing is compared if ``value`` is part of the size, such as the batch.
+    ``ends`` has the last row of each run. If ``value`` is in `AXES`, such as the batch, nothing is checked, because
+    runs may then differ in length.
     """
     if value in AXES:  # with another batch, a run has another number of steps
         return

@@ -58,7 +58,7 @@ def rehearsal(recipe: Recipe) -> Recipe:
 
 
 def arrangement(recipe: Recipe) -> Arrangement:
-    """Return the layout and the micro-batches of a recipe that :func:`rehearsal` made."""
+    """Return a recipe's layout and micro-batches. Its ``batch.micro_batch`` must be a number, not "auto"."""
     size = recipe.batch.micro_batch
     assert isinstance(size, int)
     count = recipe.batch.tokens // recipe.model.seq_len // recipe.layout.dp // size

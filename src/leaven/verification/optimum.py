@@ -134,13 +134,13 @@ class Estimate:
 class _Runs:
     """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
 
-    The effect of the seed is left out (0) unless runs are ``paired`` by seed, and the runs determine it.
+    The effects of seeds are 0, unless the fit is ``paired`` by seed and the runs determine them.
     """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
     weights: Array  # (values, N); weights @ losses = means
     means: Array  # (values,), mean losses without the effects of seeds
-    noise: Array  # (N,), residuals / sqrt(their variance / variance of the noise); NaN where that variance is 0
+    noise: Array  # (N,), residuals, scaled to the variance of the noise; NaN for a residual that is always 0
     degrees: int  # degrees of freedom of the noise
 
     @classmethod

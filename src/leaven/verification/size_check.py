@@ -93,7 +93,9 @@ class SizeCheck(ABC, Generic[Measured]):
             raise InputError("the check fits slopes, which need at least two sizes; give more --widths or --depths")
         if isinstance(subject, str):
             if grow_heads:
-                raise InputError(f"{subject}: --grow-heads is only for recipes; leave it out and change the factory")
+                raise InputError(
+                    f"{subject}: --grow-heads is only for recipes; leave it out, and add the heads in the factory"
+                )
             scale = RunScale(min(wide), min(deep))
             family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
             return cls(family, wide, deep, **options)

@@ -250,10 +250,11 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the curves of a sweep, to draw.
+    """Yield the curves that a report of the sweep draws.
 
-    For each scale, yield the loss over the swept value, and the minimum of this loss if the grid has one. For each
-    axis with several such scales, yield the best value over the axis.
+    For each scale, yield the loss over the swept value, and the minimum if the grid has one. For each axis, such as
+    the width, take the scales on it that have a minimum. If there are at least two, yield their best values over the
+    axis.
     """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():

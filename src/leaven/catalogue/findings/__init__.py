@@ -49,10 +49,10 @@ def findings(
         return _SEVERITIES.index(one.severity) if one else len(_SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes, the mildest findings, a suggestion adds. Return None if it must not be made.
+        """Return how many notes a suggestion adds, or None if it must not be made. Notes are the mildest findings.
 
-        It must not be made if the changed recipe is invalid, or still has a finding of the check ``name``, or has a
-        more severe finding that is new or has become worse.
+        It must not be made if the changed recipe is invalid, if the check ``name`` still has a finding, or if a
+        finding above a note is new or more severe than before.
         """
         try:
             left = found_in(recipe.replace(suggestion))
@@ -164,10 +164,8 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit of ``checks.toml`` as a number. A text such as ``1.5 most / 2`` refers to a fact.
-
-    This example is 1.5 x ``facts["most"]`` / 2. The factor and the divisor may be left out.
-    """
+    """Return a limit of ``checks.toml`` as a number. The text ``1.5 most / 2`` means 1.5 x ``facts["most"]`` / 2. The
+    factor and the divisor may be left out."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")

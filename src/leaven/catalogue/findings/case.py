@@ -184,8 +184,8 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, without the last matrices of branches and without
-        stds of 0. Return 0 if there is no other weight."""
+        """Return the median init std of the hidden weights. The last matrices of residual branches and weights with a
+        std of 0 are left out. Return 0 if no weight remains."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -218,10 +218,11 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return a change of ``quantity`` that brings its median over the hidden weights to about ``wanted``.
+        """Return a change of a hyperparameter, after which its median over the hidden weights is about ``wanted``.
 
-        The new value is rounded to two digits with ``to``, for example ``math.ceil`` if the median must not be below
-        ``wanted``. A beta is rounded to the nearest value with three digits (of 1 - beta from 0.9 on).
+        ``to`` rounds the new value to two digits, for example ``math.ceil`` if the median must not be below
+        ``wanted``. A beta is instead rounded to the nearest value with three digits. From 0.9 on, the digits are
+        those of 1 - beta.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
@@ -251,7 +252,7 @@ class Case:
     def with_tokens(self, tokens: int) -> Suggestion:
         """Return changes that set the run length to ``tokens``.
 
-        If the warm-up is longer than the new run, it also becomes 1% of the new run.
+        If the warm-up is longer than the new run, set the warm-up to 1% of the new run.
         """
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

@@ -234,8 +234,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason names an unset shell variable, else the given settings, such as "--bf16", else the first
-        setting's default.
+        The reason names the first of these that exists: an unset shell variable in the settings, the settings that
+        were given, such as "--bf16", or the default of the first setting.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:

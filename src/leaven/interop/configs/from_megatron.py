@@ -188,7 +188,7 @@ def _window(given: Settings) -> None:
     if skip and not number and pattern != with_window:
         raise InputError(
             f"{given.origin}: --window-attn-skip-freq {skip}: leaven supports only windows in all layers but every "
-            f"N-th; write it as the number N, or as a pattern of {layers} layers"
+            f"N-th; write the number N, or a pattern of {layers} layers"
         )
     if sides[1] != "-1" and every != 1:  # otherwise no layer has a window
         given.put("model.window", int(sides[1]) + 1, "window-size")

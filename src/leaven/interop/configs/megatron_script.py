@@ -175,9 +175,9 @@ def _words_in_quotes(text: str, before: str) -> list[str]:
 class _Script:
     """The flags and variables of a shell script without comments.
 
-    ``flags[flag][n]``: the words after ``flag`` in the n-th command. ``values[name]``: the values of the variable
-    ``name``, without flags. ``loose``: the variables and the arguments of the script in places where a flag is
-    possible, such as ``$ARGS`` and ``$@``.
+    ``flags[flag][n]``: the words after ``flag`` in the n-th command. ``values[name]``: the values that the
+    script gives to the variable ``name``, except flags. ``loose``: variables and arguments of the script, such as
+    ``$ARGS`` and ``$@``, in places where a flag is possible.
     """
 
     def __init__(self, text: str, origin: str) -> None:
@@ -306,9 +306,9 @@ class _Script:
     def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
         """Return all texts that a word can become: one for each combination of the values of its variables.
 
-        An unset variable stays as it is. ``inside`` has the values whose expansion contains this word. They are
-        not inserted again, because a variable that contains itself would expand without end. Raise InputError if the
-        texts become too long.
+        An unset variable stays as it is. ``inside`` has the values from which the word came. They are not inserted
+        again, so that a variable that contains itself does not expand without end. Raise InputError if the texts
+        become too long.
         """
         found, end = [""], 0
         for match in _VARIABLE.finditer(word) if len(inside) < DEEPEST else ():

@@ -64,8 +64,8 @@ def bridge_provider(path: str | Path = TABLE) -> Any:
 def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = TABLE) -> dict[Any, dict[str, Any]]:
     """Draw the initial values of a model, and return the ``config_overrides`` for its optimizer.
 
-    ``config`` is the OptimizerConfig. At the end of the schedule, the lr of every parameter is its peak lr x
-    ``config.min_lr / config.lr``.
+    ``config`` is the OptimizerConfig. In the schedule, every parameter's lr falls from its peak to
+    ``config.min_lr / config.lr`` times its peak.
 
     Raises:
         ValueError: if the table belongs to another model, a parameter is not a plain tensor, or

@@ -239,8 +239,8 @@ def _by_pattern(
 def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
     """Return a regex for parameter names that begin with one of ``places``, such as ``model.layers.0.mlp``.
 
-    ``blocks`` is the path of the list of blocks, such as ``model.layers``. Places that differ only in the number of
-    the block are merged. If a place is listed for all ``n_layers`` blocks, the regex accepts any number.
+    ``blocks`` is the path of the list of blocks, such as ``model.layers``. Places that differ only in the block
+    number share a part of the regex. If they cover all ``n_layers`` blocks, this part accepts any number.
     """
     layers: dict[str, list[str]] = {}
     alternatives = []

@@ -174,9 +174,9 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
-        The result's ``floor`` is the noise. If no repeats measured the noise, ``floor`` is the noise fitted to the
-        losses, or 0 without a fit. If few repeats measured it, and the fitted noise is larger, ``floor`` is the
-        geometric mean of the two.
+        The result's ``floor`` is the noise between seeds. If this is unknown, ``floor`` is the noise of a fit to the
+        losses, or 0 without a fit. If few repeats measured the noise, and that of the fit is larger, ``floor`` is
+        their geometric mean.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)

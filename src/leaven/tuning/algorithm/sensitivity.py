@@ -38,8 +38,8 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 
 
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
-    """Return ``best`` with as many values as possible reset to the start, cheap resets first. All resets together
-    probably cost at most ``floor`` nats, and do not make divergence likely."""
+    """Return ``best`` with values reset to the start of the search, as many as possible, the cheapest resets first.
+    According to ``now``, all resets together cost at most ``floor`` nats, and do not make divergence likely."""
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
     for i in np.argsort(costs + SURE * deviations, kind="stable"):

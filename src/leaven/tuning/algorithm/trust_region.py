@@ -219,7 +219,7 @@ class Features:
 
     @cached_property
     def level(self) -> NDArray[np.int_]:
-        """For each column (F,), the level of the choice that it stands for. It is 0 for numeric columns."""
+        """For each column, (F,), the level that a point has if the column is 1; 0 for the column of a number."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
@@ -337,10 +337,10 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) of the columns ``wanted`` (F,), see :class:`Features`, moved into the box.
+        """Return the point (D,) for the columns ``wanted`` (F,) of :class:`Features`, limited to the box.
 
-        If the point is likely to diverge, it is also moved away from the risk: its risky numbers move towards the
-        incumbent, and its risky choices keep the incumbent's level.
+        If divergence is likely there, the values that raise the risk change: numbers move towards the incumbent (the
+        best point so far), and choices take its level.
         """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
@@ -414,7 +414,7 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 
 
 def radius_of(axes: Axes, losses: Array) -> float:
-    """Return ``Region.radius``, the size of random moves, after trials with ``losses`` (n,)."""
+    """Return ``Region.radius``, a factor on the random moves of proposals, after trials with ``losses`` (n,)."""
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS
     tried, closer = len(losses), learning_rates(list(axes.limits)).any()

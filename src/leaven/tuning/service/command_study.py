@@ -292,7 +292,11 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return the losses and the last output of a command. If ``complete``, wait until both can be read."""
+        """Return the losses of a command and the end of its output ("" if the output cannot show a divergence).
+
+        If the files cannot be read, wait for them if ``complete``, else return ((), ""). Raise StoreGone after
+        `AWAY_SECONDS` of waiting, and TrialReleased if the search is stopped meanwhile.
+        """
         command, began, warned = self.command, time.monotonic(), False
         while True:
             try:

@@ -93,7 +93,8 @@ class Leases:
     def dead(self, owners: set[str]) -> set[str]:
         """Return those commands of ``owners`` that have ended, or that sent no heartbeat for ``lease_seconds``.
 
-        Call this often: the time since the previous call counts as at most a quarter of ``lease_seconds``.
+        Call this at least four times per lease: a longer pause between calls counts as a quarter of
+        ``lease_seconds``.
         """
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.

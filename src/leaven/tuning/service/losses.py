@@ -136,11 +136,11 @@ def _unreadable(source: LossSource, text: str, losses: list[re.Match[str]]) -> s
 
 
 def _texts(source: LossSource, last: re.Match[str], start: int, end: int) -> list[str]:
-    """Return the texts, numbers or not, at the place of the loss in ``last.string[start:end]``, the text of a log.
+    """Return the texts, numbers or not, at the place of the loss in ``last.string[start:end]``, a part of a log.
 
-    Only lines like that of the loss ``last`` count. Before the loss, such a line has the same text apart from numbers
-    and spaces, and more than numbers. After the loss, it ends or has the same next word. So "val loss improved from
-    2.5" is not like "val loss 2.5".
+    ``last`` is the match of the last loss. Only lines that resemble its line count: the text before the loss is the
+    same apart from numbers and spaces, and after the loss the line ends or has the same next word. So "val loss
+    improved from 2.5" does not resemble "val loss 2.5". If only numbers stand before the last loss, return [].
     """
     text, begin, word = last.string, _before(last.string, last.start("loss")), _after(last)
     every = re.compile(source.any_text, re.MULTILINE).finditer(text, start, end) if begin.strip("0") else ()
@@ -194,12 +194,12 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 
 
 def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[Row]:
-    """Yield the rows up to the last loss, and the later rows whose null means NaN, with NaN for null.
+    """Yield the rows up to the last loss. If later nulls mean NaN, also yield their rows, with NaN as the loss.
 
-    Many loggers write null for NaN, but null may also mean a step without a loss. If the nulls after the last
-    loss outnumber those in each earlier gap by two or more, they mean NaN. If by one, raise InputError. Rows
-    that look like a summary or an evaluation do not count. If the last of these rows has another finite loss,
-    null means no loss.
+    Many loggers write null for NaN, but null may also mean a step without a loss. Nulls after the last loss mean NaN
+    if they outnumber those in each earlier gap between losses by two or more. If by one, raise InputError. Rows that
+    look like a summary or an evaluation do not count. If the last counted row has another finite loss, null means no
+    loss.
     """
     key = str(source.key)
     losses = [at for at, (_, row) in enumerate(rows) if row[key] is not None]

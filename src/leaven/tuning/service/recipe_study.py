@@ -207,10 +207,10 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt. If the trial's earlier attempt has a folder, rename it.
+        """Return the checkpoint folder of this attempt: the trial's last folder, renamed, or else a new folder.
 
-        Each attempt has a folder name of its own, because a killed worker of the earlier attempt may still write for
-        half a second. If a retried trial has no earlier folder, tell the user that it begins again.
+        Each attempt has a folder name of its own, because a killed worker of the last attempt may still write for
+        half a second. With ``stack`` = 1, tell the user if a retried trial has no folder, so that it begins again.
         """
         folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         with suppress(OSError):  # another attempt has moved it

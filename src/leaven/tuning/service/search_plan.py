@@ -338,7 +338,7 @@ class SearchPlan:
         return None
 
     def _finalists(self, trials: Sequence[StoredTrial]) -> list[Params]:
-        """Return the candidates for final trials, the best first, without the start and without pruned points."""
+        """Return the candidates for final trials, the best first. The start point and pruned points are left out."""
         excluded = {tuple((trial.octaves or {}).values()) for trial in trials if trial.state == PRUNED}
         excluded.add((0.0,) * len(self.axes.start))
         points = self._fitted(trials).finalists(by_surrogate=self.by_surrogate)
@@ -405,8 +405,10 @@ class SearchPlan:
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a search that was not stopped ended early: with budget for a trial before the final trials,
-        and with untried points. This happens after rounds that gained less than the noise."""
+        """Return whether an ended search left untried points, and budget for a trial before the final trials.
+
+        This happens if rounds gained less than the noise. Do not call this for a search that was stopped.
+        """
         # A plan without caches, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))

@@ -252,7 +252,7 @@ class StoredStudy:
         """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether the attempt was given up. If not, it counts as a death of the process.
+            released: whether the attempt was given up, such as at a stop. If not, its process counts as dead.
             ended: the Unix time of the owner's last heartbeat; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):

@@ -159,9 +159,8 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's RDBStorage with two changes. If Optuna retries the creation of a trial that was already created,
-        that trial is returned, and no second one is created. If trials that Optuna knows have disappeared,
-        LookupError is raised."""
+        """Optuna's RDBStorage with two changes. If the first attempt to create a trial succeeded, a retry returns
+        this trial. If a trial that was in the database is missing, LookupError is raised."""
 
         def _get_trials(
             self, study_id: int, states: Any, included_trial_ids: set[int], trial_id_greater_than: int
@@ -425,9 +424,10 @@ class Patient(BaseStorage):
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call(False)``. While the store is unreachable, retry with ``call(True)``.
+        """Return the result of ``call(again)``, which is repeated while the store is unreachable.
 
-        Raise StoreGone if the store stays unreachable for the patience, and InputError if it is damaged or refuses
+        ``again`` is False at first, and True in repeats, because an earlier call may have reached the store. Raise
+        StoreGone if the store stays unreachable for ``patience_seconds``, and InputError if it is damaged or refuses
         the call. Other errors of ``call`` are raised unchanged.
         """
         since, pause, again = time.monotonic(), FIRST_PAUSE, False

@@ -19,8 +19,8 @@ trial gets another attempt.
    It also takes over the trials of commands that have died.
 3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
    in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
-   recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). A recipe
-   alone is trained by the loop and the step of ``leaven train``, without run folder, metrics and spike guard. The
+   recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). A single
+   recipe is trained by the loop and the step of ``leaven train``, without run folder, metrics and spike guard. The
    trial's loss is the validation loss after the last step. For a shell command, the objective is the
    ``CommandTrainer`` in ``command_study.py``.
 4. A trial ends early if it diverges, or is pruned because it is too far behind the best trial

@@ -3,7 +3,7 @@
 - ``study.json``: the study's document.
 - ``centre.toml``: the recipe or command file at the start of the search.
 - ``best.toml``: after the search, the best point.
-- ``best``: files that the best command reads.
+- ``best``: in a study of a command, the files that it reads at the best point.
 - ``fewest.toml``: if found, an equally good point with fewer changes.
 - ``checkpoints``: the checkpoints of trials that have not ended.
 - ``trials``: the folders in which commands run.

@@ -90,7 +90,7 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn about each checkpoint that was not used. ``checkpoints`` has reasons by name. Print ``changed``, too."""
+    """Warn about ``checkpoints`` that were not used, {name: reason}, and print ``changed`` as a warning."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])

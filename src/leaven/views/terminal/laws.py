@@ -194,7 +194,8 @@ def _spreads(
 
 
 def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
-    """Return lines about the predicted loss. Unless ``experts`` is 1, laws for mixtures have their own line."""
+    """Return lines about the predicted loss. ``experts`` is (all experts) / (experts of a token). Unless it is 1,
+    laws for mixtures have their own line."""
     unit = "nats per token, each of its own text"
     if experts == 1:
         return [("loss", (*_spread(own, "loss", _loss), unit))]
