@@ -19,6 +19,7 @@ from leaven.planning.collectives import (
     NETWORK_LATENCY,
     all_reduce,
     all_to_all,
+    reached,
     ring,
     send_once,
 )
@@ -217,6 +218,16 @@ def test_a_token_sent_once_to_a_node_crosses_the_network_once_for_each_node_with
     found = send_once(size, 16, 1, link, experts=(32, 3))
     assert found == pytest.approx(3 / 4 * ranks * size / (1e9 * LINK_SHARE) + LINK_LATENCY)
     assert send_once(size, 1, 1, ROUND, experts=(32, 3)) == 0
+
+
+def test_consecutive_experts_of_a_token_are_on_few_ranks() -> None:
+    # Qwen3-30B on 8 ranks: 8 of 128 experts, 16 a rank; DeepSeek-V3 on 64 ranks in 8 nodes: 8 of 256, 4 a rank
+    assert reached(8, (128, 8), consecutive=True) == 1
+    assert (reached(64, (256, 8), consecutive=True), reached(8, (256, 8), consecutive=True)) == (2, 1)
+    # Kimi K2 on 32 ranks: 8 of 384, 12 a rank. A token starts at expert 0, 8 or 16 of 24, and the second uses two.
+    assert reached(32, (384, 8), consecutive=True) == pytest.approx(4 / 3)
+    # after the last expert comes the first
+    assert reached(5, (5, 2), consecutive=True) == 2
 
 
 def test_codes_differ_in_how_they_split_experts_and_send_tokens() -> None:

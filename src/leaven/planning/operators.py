@@ -58,6 +58,11 @@ class Work:
     fused: bool = False  # whether elementwise operators are fused
 
 
+def expert_ranks(work: Work, code: TrainingCode) -> tuple[int, int]:
+    """Return (number of ranks that share the experts, distance from one to the next)."""
+    return (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
+
+
 def matmul_seconds(
     mnk: tuple[int, int, int],
     accelerator: Accelerator,

@@ -21,7 +21,14 @@ from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.collectives import all_reduce, all_to_all, hop, ring, send_once
 from leaven.planning.hardware import Cluster
-from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
+from leaven.planning.operators import (
+    Operator,
+    Work,
+    block_operators,
+    expert_ranks,
+    matmul_seconds,
+    stream_seconds,
+)
 from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, sharers, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
@@ -134,13 +141,16 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of one pass for sending tokens to experts on other ranks and returning the outputs."""
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
-    ranks, stride = (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
+    ranks, stride = expert_ranks(work, code)
     if not experts or ranks == 1:
         return 0.0
     size = code.element * work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     if code.sends == "expert":
         return 2 * all_to_all(experts[1] * size, ranks, stride, accelerator)
-    return 2 * send_once(size, ranks, stride, accelerator, experts=experts, network_share=code.network_share)
+    share = code.network_share
+    return 2 * send_once(
+        size, ranks, stride, accelerator, experts=experts, network_share=share, consecutive=code.consecutive
+    )
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:

@@ -90,6 +90,8 @@ class TrainingCode:
     network_share: float = LINK_SHARE  # share of the network's bandwidth that sending tokens reaches
     hidden_sends: bool = False  # tokens are sent while another micro-batch is computed
     sending_share: float = 0.0  # with hidden_sends: share of the multiprocessors that sending tokens occupies
+    # A token's experts have consecutive numbers, as from gates that programs make even for benchmarks. False: random.
+    consecutive: bool = False
     permuted: float | None = None  # share of the memory bandwidth that copying tokens reaches; None: as other copies
     experts_at_once: int = 0  # number of products of experts that run at the same time; 0: all of a rank
 
