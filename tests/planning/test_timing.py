@@ -278,6 +278,12 @@ def test_tokens_are_copied_for_their_experts_and_sorted_again_on_other_ranks() -
     slow = TrainingCode(permuted=STREAMED / 5)
     assert sorting(code=slow) == pytest.approx(5 * (1 + 8 + 8 + 1) * token)
     assert sorting(code=slow, ep=8) == pytest.approx((5 * (1 + 8 + 8 + 1) + 4 * 8) * token)
+    # DeepEP: a token arrives once on a rank and is copied there, from consecutive experts on one of 8 ranks
+    deepep = replace(slow, sends="node")
+    arrived = reached(8, (256, 8))
+    assert sorting(code=deepep, ep=8) == pytest.approx(5 * 2 * (arrived + 8) * token)
+    assert sorting(code=replace(deepep, consecutive=True), ep=8) == pytest.approx(5 * 2 * (1 + 8) * token)
+    assert sorting(code=deepep) == sorting(code=slow)
     dense = block_operators(blueprint(LLAMA_8B).blocks[0], Work(4096, 4096, 4096), ROUND, TrainingCode())
     assert "sorting" not in {each.name for each in dense}
 

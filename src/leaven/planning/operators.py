@@ -11,6 +11,7 @@ from math import ceil
 
 from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
+from leaven.planning.collectives import reached
 from leaven.planning.training_codes import TrainingCode
 
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
@@ -204,15 +205,19 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
     """Return one operator that copies tokens to and from their experts, or [] in a block without experts.
 
-    With expert parallelism, a rank also sorts received copies by expert, and later restores their order.
+    If a token is sent to each of its experts, a rank also sorts received copies by expert, and later restores their
+    order. If it is sent once to a rank, it is copied only there.
     """
-    copies = max((row.passed for row in block.matmuls if row.routed), default=0)
-    if not copies:
+    experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
+    if not experts:
         return []
+    copies, (ranks, _) = experts[1], expert_ranks(work, code)
+    once = code.sends == "node" and ranks > 1
+    tokens = reached(ranks, experts, code.consecutive) if once else 1  # tokens that are copied, for each own token
     rows = work.tokens / (work.tp if code.sequence_parallel else 1)
     each = code.element * rows * work.width
     slower = STREAMED / code.permuted if code.permuted else 1.0
-    seconds = stream_seconds(2 * (1 + copies) * each * slower, accelerator)
-    if work.ep > 1:
+    seconds = stream_seconds(2 * (tokens + copies) * each * slower, accelerator)
+    if ranks > 1 and not once:
         seconds += stream_seconds(4 * copies * each, accelerator)
     return [Operator("sorting", seconds, seconds)]
