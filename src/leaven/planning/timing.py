@@ -221,10 +221,12 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     if layout.zero:
         ranks, ranks_of_expert = sharers(layout)
         share = (held.blocks + held.ends) / ranks + held.experts / ranks_of_expert
+    # Only while the pipeline fills and drains, stages wait for activations that are sent behind compute.
+    behind = compute + exchanged if code.hidden_transfers and layout.stages_per_rank > 1 else 0.0
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * exchanged,
-        pipeline=m * transfer,
+        pipeline=m * max(0.0, transfer - behind),
         bubble=(p - 1) * idle / layout.stages_per_rank,
         data_parallel=_data_parallel(
             how, cluster, code, held, most=most, forward=n * block.forward, backward=n * block.backward

@@ -81,6 +81,7 @@ class TrainingCode:
     # last. With a pipeline and ZeRO 0 or 1, all units are exchanged after the last backward pass.
     units: int = 0
     behind_products: bool = False  # of the tp parts of a tensor-parallel exchange, all but one overlap with products
+    hidden_transfers: bool = False  # with several stages on a rank, stages send activations behind compute
     shared_nics: bool = True  # a data-parallel collective uses all NICs of its ranks in a node, not only one
     slower: float = 1.0  # factor on the time of a block, fitted to measurements
     # Experts.
