@@ -12,7 +12,7 @@ from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, TORCHTITAN, gpt
 from leaven.catalogue.runs import find_run
 from leaven.planning.accelerators import SUSTAINED, Accelerator, Sustained
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.blueprint import blueprint
+from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.collectives import (
     LINK_LATENCY,
     LINK_SHARE,
@@ -36,7 +36,7 @@ from leaven.planning.operators import (
 )
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import rank_parameters
-from leaven.planning.timing import adding_seconds, block_time, logits_seconds, step_time
+from leaven.planning.timing import BlockTime, adding_seconds, block_time, logits_seconds, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TRAINING_CODES, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
@@ -110,6 +110,24 @@ def test_tensor_ranks_reduce_twice_forward_twice_backward_and_twice_more_if_all_
     pieces = TrainingCode(behind_products=True)
     hidden = step_time(shape, Arrangement(Layout(tp=4), 1, 1), cluster, pieces).tensor_parallel
     assert hidden == pytest.approx(2 * 4 * once / 4)
+
+
+def test_torchs_checkpoint_stops_before_the_last_product_and_before_outputs_of_experts_return() -> None:
+    whole, early = TrainingCode(sends="node"), TrainingCode(sends="node", stops_early=True)
+    cluster = parse_cluster("8xH100")
+
+    def block(model: Model, code: TrainingCode, recompute: Recompute) -> BlockTime:
+        return block_time(model, Arrangement(Layout(dp=8, ep=8, recompute=recompute), 1, 1), cluster, code)
+
+    dense = gpt(2, 1024, 8)
+    work = Work(dense.seq_len, dense.seq_len, 1024)
+    operators = block_operators(blueprint(dense).blocks[0], work, cluster.accelerator, early)
+    last = next(operator.forward for operator in operators if operator.name == "mlp.out")
+    assert block(dense, whole, "full").backward - block(dense, early, "full").backward == pytest.approx(last)
+    experts = published_blueprint(find_run("olmoe-1b-7b").arch, 4096)
+    sends = block(experts, early, "none").all_reduce / 4  # there and back, forward and backward
+    assert block(experts, early, "full").all_reduce == pytest.approx(5 * sends)
+    assert block(experts, whole, "full").all_reduce == pytest.approx(6 * sends)
 
 
 def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_with_the_gradients_of_weights() -> None:
@@ -254,8 +272,9 @@ def test_stages_send_behind_compute_if_a_rank_has_several() -> None:
     model, cluster = published_blueprint(find_run("olmoe-1b-7b").arch, 4096), parse_cluster("64xH100")
 
     def parts(code: TrainingCode, stages: int) -> tuple[float, float]:
-        schedule = "interleaved" if stages > 1 else "1f1b"
-        layout = Layout(dp=16, pp=4, ep=8, schedule=schedule, stages_per_rank=stages)
+        layout = Layout(dp=16, pp=4, ep=8)
+        if stages > 1:
+            layout = Layout(dp=16, pp=4, ep=8, schedule="interleaved", stages_per_rank=stages)
         found = step_time(model, Arrangement(layout, 1, 8), cluster, code)
         return found.pipeline, found.bubble
 

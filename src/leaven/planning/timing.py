@@ -98,7 +98,8 @@ def _block_time(  # noqa: PLR0917 (a cache)
         backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
         passes = 3 if recompute == "full" else 2  # full recomputation repeats the forward pass
-        sends = passes * _sends(block, work, accelerator, code)
+        stops = code.stops_early and recompute == "full"
+        sends = (passes - stops / 2) * _sends(block, work, accelerator, code)
         computed = sum(operator.forward + operator.backward for operator in operators) + again
         # Behind compute, sends take no time of their own, but occupy a share of the multiprocessors.
         sends -= (1 - code.sending_share) * hidden * min(sends, computed)
@@ -113,9 +114,12 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
     core = sum(operator.forward for operator in operators if operator.name == "attention")
     if recompute == "selective" and code.selective == "core":
         return core
+    if recompute == "full":
+        last = sum(operator.forward for operator in operators if operator.name == "mlp.out")
+        return once - (last if code.stops_early else 0.0)
     # With ``selective = "products"``, attention and every second matrix product are kept.
     kept = core + sum(operator.forward for operator in operators if operator.weight) / 2
-    return once - (kept if recompute == "selective" else 0.0)
+    return once - kept
 
 
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:

@@ -61,6 +61,9 @@ class TrainingCode:
     # What selective recomputation repeats. core: scores, softmax and weighted sum of attention; products: everything
     # except attention and every second matrix product, as in torchtitan.
     selective: Selective = "core"
+    # Full recomputation stops at the last tensor that the backward pass needs, as torch's checkpoint does: it repeats
+    # neither the last product of a block without experts nor the return of tokens from other ranks' experts.
+    stops_early: bool = False
     # Loss.
     logit: int = 14  # peak bytes per logit
     sharded_logit: int | None = None  # ``logit`` with a vocabulary sharded over tensor-parallel ranks; None: the same
