@@ -12,7 +12,7 @@ from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, TORCHTITAN, gpt
 from leaven.catalogue.runs import find_run
 from leaven.planning.accelerators import SUSTAINED, Accelerator, Sustained
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.blueprint import Model, blueprint
+from leaven.planning.blueprint import BlockTable, Model, blueprint
 from leaven.planning.collectives import (
     LINK_LATENCY,
     LINK_SHARE,
@@ -424,3 +424,19 @@ def test_replicas_exchange_units_once_a_step_with_the_last_backward_pass() -> No
     ends = 4 * (shape.vocab_size + 2) * 1024 / 4
     some = step_time(shape, long, Cluster(16, fast), LEAVEN_BF16).data_parallel
     assert some == pytest.approx(all_reduce(ends, 4, 4, fast), rel=0.25)
+
+
+def test_norms_of_queries_and_keys_read_and_write_them_once() -> None:
+    with_norms = published_blueprint(find_run("olmoe-1b-7b").arch, 4096).blocks[0]
+    assert with_norms.qk_norm
+
+    def norms(block: BlockTable) -> Operator:
+        found = block_operators(block, Work(4096, 4096, 2048, tp=2), ROUND, TrainingCode())
+        return next(operator for operator in found if operator.name == "norms and residuals")
+
+    both, without = norms(with_norms), norms(replace(with_norms, qk_norm=False))
+    size = (
+        2 * 4096 * (16 + 16) * 128 / 2 / (1e12 * STREAMED)
+    )  # seconds to read the queries and keys of half the heads
+    assert both.forward - without.forward == pytest.approx(2 * size)
+    assert both.backward - without.backward == pytest.approx(3 * size)

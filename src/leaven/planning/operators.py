@@ -174,7 +174,7 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 
 
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the norms and the two residual additions of a block as one operator."""
+    """Return the norms, of queries and keys too, and the two residual additions of a block as one operator."""
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
     added = stream_seconds(2 * stream + hidden + mask, accelerator)
@@ -183,6 +183,10 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
         read = hidden if name.endswith("_out") else stream  # "_out": on the output of a branch
         forward += stream_seconds(read + hidden, accelerator)
         backward += stream_seconds(2 * read + hidden, accelerator)
+    if block.qk_norm:
+        heads = code.element * work.tokens * (block.core.heads + block.core.kv_heads) * block.core.d_qk / work.tp
+        forward += stream_seconds(2 * heads, accelerator)
+        backward += stream_seconds(3 * heads, accelerator)
     return Operator("norms and residuals", forward, backward)
 
 
