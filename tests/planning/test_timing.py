@@ -12,13 +12,14 @@ from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, TORCHTITAN, gpt
 from leaven.catalogue.runs import find_run
 from leaven.planning.accelerators import SUSTAINED, Accelerator, Sustained
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.blueprint import blueprint
+from leaven.planning.blueprint import BlockTable, Model, blueprint
 from leaven.planning.collectives import (
     LINK_LATENCY,
     LINK_SHARE,
     NETWORK_LATENCY,
     all_reduce,
     all_to_all,
+    reached,
     ring,
     send_once,
 )
@@ -35,7 +36,7 @@ from leaven.planning.operators import (
 )
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import rank_parameters
-from leaven.planning.timing import adding_seconds, block_time, logits_seconds, step_time
+from leaven.planning.timing import BlockTime, adding_seconds, block_time, logits_seconds, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TRAINING_CODES, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
@@ -109,6 +110,24 @@ def test_tensor_ranks_reduce_twice_forward_twice_backward_and_twice_more_if_all_
     pieces = TrainingCode(behind_products=True)
     hidden = step_time(shape, Arrangement(Layout(tp=4), 1, 1), cluster, pieces).tensor_parallel
     assert hidden == pytest.approx(2 * 4 * once / 4)
+
+
+def test_torchs_checkpoint_stops_before_the_last_product_and_before_outputs_of_experts_return() -> None:
+    whole, early = TrainingCode(sends="node"), TrainingCode(sends="node", stops_early=True)
+    cluster = parse_cluster("8xH100")
+
+    def block(model: Model, code: TrainingCode, recompute: Recompute) -> BlockTime:
+        return block_time(model, Arrangement(Layout(dp=8, ep=8, recompute=recompute), 1, 1), cluster, code)
+
+    dense = gpt(2, 1024, 8)
+    work = Work(dense.seq_len, dense.seq_len, 1024)
+    operators = block_operators(blueprint(dense).blocks[0], work, cluster.accelerator, early)
+    last = next(operator.forward for operator in operators if operator.name == "mlp.out")
+    assert block(dense, whole, "full").backward - block(dense, early, "full").backward == pytest.approx(last)
+    experts = published_blueprint(find_run("olmoe-1b-7b").arch, 4096)
+    sends = block(experts, early, "none").all_reduce / 4  # there and back, forward and backward
+    assert block(experts, early, "full").all_reduce == pytest.approx(5 * sends)
+    assert block(experts, whole, "full").all_reduce == pytest.approx(6 * sends)
 
 
 def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_with_the_gradients_of_weights() -> None:
@@ -219,6 +238,16 @@ def test_a_token_sent_once_to_a_node_crosses_the_network_once_for_each_node_with
     assert send_once(size, 1, 1, ROUND, experts=(32, 3)) == 0
 
 
+def test_consecutive_experts_of_a_token_are_on_few_ranks() -> None:
+    # Qwen3-30B on 8 ranks: 8 of 128 experts, 16 a rank; DeepSeek-V3 on 64 ranks in 8 nodes: 8 of 256, 4 a rank
+    assert reached(8, (128, 8), consecutive=True) == 1
+    assert (reached(64, (256, 8), consecutive=True), reached(8, (256, 8), consecutive=True)) == (2, 1)
+    # Kimi K2 on 32 ranks: 8 of 384, 12 a rank. A token starts at expert 0, 8 or 16 of 24, and the second uses two.
+    assert reached(32, (384, 8), consecutive=True) == pytest.approx(4 / 3)
+    # after the last expert comes the first
+    assert reached(5, (5, 2), consecutive=True) == 2
+
+
 def test_codes_differ_in_how_they_split_experts_and_send_tokens() -> None:
     model, cluster = published_blueprint(find_run("olmoe-1b-7b").arch, 4096), parse_cluster("64xH100")
     how = Arrangement(Layout(dp=32, tp=2, ep=16), 1, 8)
@@ -236,7 +265,25 @@ def test_codes_differ_in_how_they_split_experts_and_send_tokens() -> None:
     assert split.all_reduce - whole.all_reduce == pytest.approx(saved, rel=0.1)
     assert once.all_reduce < whole.all_reduce / 2
     assert hidden.all_reduce < once.all_reduce
-    assert (whole.forward, once.forward) == (once.forward, hidden.forward)
+    assert once.forward == hidden.forward
+
+
+def test_stages_send_behind_compute_if_a_rank_has_several() -> None:
+    model, cluster = published_blueprint(find_run("olmoe-1b-7b").arch, 4096), parse_cluster("64xH100")
+
+    def parts(code: TrainingCode, stages: int) -> tuple[float, float]:
+        layout = Layout(dp=16, pp=4, ep=8)
+        if stages > 1:
+            layout = Layout(dp=16, pp=4, ep=8, schedule="interleaved", stages_per_rank=stages)
+        found = step_time(model, Arrangement(layout, 1, 8), cluster, code)
+        return found.pipeline, found.bubble
+
+    waits = replace(TRAINING_CODES["megatron-moe"], hidden_transfers=False)
+    hidden = TRAINING_CODES["megatron-moe"]
+    assert parts(hidden, 1) == parts(waits, 1)
+    assert parts(waits, 2)[0] > 0
+    # while the pipeline fills and drains, a stage still waits
+    assert parts(hidden, 2) == (0, parts(waits, 2)[1])
 
 
 def test_tokens_are_sent_behind_another_micro_batch_only_if_there_is_one() -> None:
@@ -267,6 +314,12 @@ def test_tokens_are_copied_for_their_experts_and_sorted_again_on_other_ranks() -
     slow = TrainingCode(permuted=STREAMED / 5)
     assert sorting(code=slow) == pytest.approx(5 * (1 + 8 + 8 + 1) * token)
     assert sorting(code=slow, ep=8) == pytest.approx((5 * (1 + 8 + 8 + 1) + 4 * 8) * token)
+    # DeepEP: a token arrives once on a rank and is copied there, from consecutive experts on one of 8 ranks
+    deepep = replace(slow, sends="node")
+    arrived = reached(8, (256, 8))
+    assert sorting(code=deepep, ep=8) == pytest.approx(5 * 2 * (arrived + 8) * token)
+    assert sorting(code=replace(deepep, consecutive=True), ep=8) == pytest.approx(5 * 2 * (1 + 8) * token)
+    assert sorting(code=deepep) == sorting(code=slow)
     dense = block_operators(blueprint(LLAMA_8B).blocks[0], Work(4096, 4096, 4096), ROUND, TrainingCode())
     assert "sorting" not in {each.name for each in dense}
 
@@ -371,3 +424,19 @@ def test_replicas_exchange_units_once_a_step_with_the_last_backward_pass() -> No
     ends = 4 * (shape.vocab_size + 2) * 1024 / 4
     some = step_time(shape, long, Cluster(16, fast), LEAVEN_BF16).data_parallel
     assert some == pytest.approx(all_reduce(ends, 4, 4, fast), rel=0.25)
+
+
+def test_norms_of_queries_and_keys_read_and_write_them_once() -> None:
+    with_norms = published_blueprint(find_run("olmoe-1b-7b").arch, 4096).blocks[0]
+    assert with_norms.qk_norm
+
+    def norms(block: BlockTable) -> Operator:
+        found = block_operators(block, Work(4096, 4096, 2048, tp=2), ROUND, TrainingCode())
+        return next(operator for operator in found if operator.name == "norms and residuals")
+
+    both, without = norms(with_norms), norms(replace(with_norms, qk_norm=False))
+    size = (
+        2 * 4096 * (16 + 16) * 128 / 2 / (1e12 * STREAMED)
+    )  # seconds to read the queries and keys of half the heads
+    assert both.forward - without.forward == pytest.approx(2 * size)
+    assert both.backward - without.backward == pytest.approx(3 * size)

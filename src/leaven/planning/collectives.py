@@ -4,7 +4,8 @@
 8, 16, ... and stride 8.
 """
 
-from math import ceil, comb, log2
+from functools import cache
+from math import ceil, comb, gcd, log2
 
 from leaven.planning.accelerators import Accelerator
 
@@ -70,29 +71,38 @@ def send_once(
     *,
     experts: tuple[int, int],
     network_share: float = LINK_SHARE,
+    consecutive: bool = False,
 ) -> float:
     """Return the seconds in which a rank sends ``size`` bytes of tokens to the ranks of their experts.
 
     A token is sent to a rank only once, even if several of its experts are there. It crosses the network
-    once for each other node with any of its experts. ``experts`` is (experts in total, experts per token).
+    once for each other node with any of its experts. ``experts`` and ``consecutive``: see :func:`reached`.
     """
     if ranks == 1:
         return 0.0
     near = _in_a_node(ranks, stride, accelerator)
     nodes = ceil(ranks / near)
-    number, used = experts
-
-    def reached(groups: int) -> float:
-        """Return how many of ``groups`` groups of experts a token goes to on average."""
-        each = max(1, number // groups)
-        return number // each * (1 - comb(number - each, used) / comb(number, used))
-
-    inside = reached(nodes * near) * (near - 1) / near
-    across = reached(nodes) * (nodes - 1) / nodes
+    inside = reached(nodes * near, experts, consecutive) * (near - 1) / near
+    across = reached(nodes, experts, consecutive) * (nodes - 1) / nodes
     return max(
         hop(inside * size, near * stride, accelerator) if near > 1 else 0.0,
         hop(across * size, ranks * stride, accelerator, network_share) if nodes > 1 else 0.0,
     )
+
+
+@cache
+def reached(groups: int, experts: tuple[int, int], consecutive: bool = False) -> float:
+    """Return to how many of ``groups`` equal groups of experts, such as ranks, a token goes on average.
+
+    ``experts`` is (experts in total, experts per token). The experts of a token are random, or ``consecutive``: token
+    number i has the experts i x (experts per token) and the following.
+    """
+    number, used = experts
+    each = max(1, number // groups)
+    if not consecutive:
+        return number // each * (1 - comb(number - each, used) / comb(number, used))
+    firsts = range(0, number, gcd(number, used))
+    return sum(len({(first + other) % number // each for other in range(used)}) for first in firsts) / len(firsts)
 
 
 def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:

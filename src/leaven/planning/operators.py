@@ -11,6 +11,7 @@ from math import ceil
 
 from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
+from leaven.planning.collectives import reached
 from leaven.planning.training_codes import TrainingCode
 
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
@@ -56,6 +57,11 @@ class Work:
     cp: int = 1
     ep: int = 1
     fused: bool = False  # whether elementwise operators are fused
+
+
+def expert_ranks(work: Work, code: TrainingCode) -> tuple[int, int]:
+    """Return (number of ranks that share the experts, distance from one to the next)."""
+    return (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
 
 
 def matmul_seconds(
@@ -168,7 +174,7 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 
 
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the norms and the two residual additions of a block as one operator."""
+    """Return the norms, of queries and keys too, and the two residual additions of a block as one operator."""
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
     added = stream_seconds(2 * stream + hidden + mask, accelerator)
@@ -177,6 +183,10 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
         read = hidden if name.endswith("_out") else stream  # "_out": on the output of a branch
         forward += stream_seconds(read + hidden, accelerator)
         backward += stream_seconds(2 * read + hidden, accelerator)
+    if block.qk_norm:
+        heads = code.element * work.tokens * (block.core.heads + block.core.kv_heads) * block.core.d_qk / work.tp
+        forward += stream_seconds(2 * heads, accelerator)
+        backward += stream_seconds(3 * heads, accelerator)
     return Operator("norms and residuals", forward, backward)
 
 
@@ -199,15 +209,19 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
     """Return one operator that copies tokens to and from their experts, or [] in a block without experts.
 
-    With expert parallelism, a rank also sorts received copies by expert, and later restores their order.
+    If a token is sent to each of its experts, a rank also sorts received copies by expert, and later restores their
+    order. If it is sent once to a rank, it is copied only there.
     """
-    copies = max((row.passed for row in block.matmuls if row.routed), default=0)
-    if not copies:
+    experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
+    if not experts:
         return []
+    copies, (ranks, _) = experts[1], expert_ranks(work, code)
+    once = code.sends == "node" and ranks > 1
+    tokens = reached(ranks, experts, code.consecutive) if once else 1  # tokens that are copied, for each own token
     rows = work.tokens / (work.tp if code.sequence_parallel else 1)
     each = code.element * rows * work.width
     slower = STREAMED / code.permuted if code.permuted else 1.0
-    seconds = stream_seconds(2 * (1 + copies) * each * slower, accelerator)
-    if work.ep > 1:
+    seconds = stream_seconds(2 * (tokens + copies) * each * slower, accelerator)
+    if ranks > 1 and not once:
         seconds += stream_seconds(4 * copies * each, accelerator)
     return [Operator("sorting", seconds, seconds)]

@@ -21,7 +21,14 @@ from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.collectives import all_reduce, all_to_all, hop, ring, send_once
 from leaven.planning.hardware import Cluster
-from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
+from leaven.planning.operators import (
+    Operator,
+    Work,
+    block_operators,
+    expert_ranks,
+    matmul_seconds,
+    stream_seconds,
+)
 from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, sharers, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
@@ -91,7 +98,8 @@ def _block_time(  # noqa: PLR0917 (a cache)
         backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
         passes = 3 if recompute == "full" else 2  # full recomputation repeats the forward pass
-        sends = passes * _sends(block, work, accelerator, code)
+        stops = code.stops_early and recompute == "full"
+        sends = (passes - stops / 2) * _sends(block, work, accelerator, code)
         computed = sum(operator.forward + operator.backward for operator in operators) + again
         # Behind compute, sends take no time of their own, but occupy a share of the multiprocessors.
         sends -= (1 - code.sending_share) * hidden * min(sends, computed)
@@ -106,9 +114,12 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
     core = sum(operator.forward for operator in operators if operator.name == "attention")
     if recompute == "selective" and code.selective == "core":
         return core
+    if recompute == "full":
+        last = sum(operator.forward for operator in operators if operator.name == "mlp.out")
+        return once - (last if code.stops_early else 0.0)
     # With ``selective = "products"``, attention and every second matrix product are kept.
     kept = core + sum(operator.forward for operator in operators if operator.weight) / 2
-    return once - (kept if recompute == "selective" else 0.0)
+    return once - kept
 
 
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
@@ -134,13 +145,16 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of one pass for sending tokens to experts on other ranks and returning the outputs."""
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
-    ranks, stride = (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
+    ranks, stride = expert_ranks(work, code)
     if not experts or ranks == 1:
         return 0.0
     size = code.element * work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     if code.sends == "expert":
         return 2 * all_to_all(experts[1] * size, ranks, stride, accelerator)
-    return 2 * send_once(size, ranks, stride, accelerator, experts=experts, network_share=code.network_share)
+    share = code.network_share
+    return 2 * send_once(
+        size, ranks, stride, accelerator, experts=experts, network_share=share, consecutive=code.consecutive
+    )
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
@@ -211,10 +225,12 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     if layout.zero:
         ranks, ranks_of_expert = sharers(layout)
         share = (held.blocks + held.ends) / ranks + held.experts / ranks_of_expert
+    # Only while the pipeline fills and drains, stages wait for activations that are sent behind compute.
+    behind = compute + exchanged if code.hidden_transfers and layout.stages_per_rank > 1 else 0.0
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * exchanged,
-        pipeline=m * transfer,
+        pipeline=m * max(0.0, transfer - behind),
         bubble=(p - 1) * idle / layout.stages_per_rank,
         data_parallel=_data_parallel(
             how, cluster, code, held, most=most, forward=n * block.forward, backward=n * block.backward

@@ -61,6 +61,9 @@ class TrainingCode:
     # What selective recomputation repeats. core: scores, softmax and weighted sum of attention; products: everything
     # except attention and every second matrix product, as in torchtitan.
     selective: Selective = "core"
+    # Full recomputation stops at the last tensor that the backward pass needs, as torch's checkpoint does: it repeats
+    # neither the last product of a block without experts nor the return of tokens from other ranks' experts.
+    stops_early: bool = False
     # Loss.
     logit: int = 14  # peak bytes per logit
     sharded_logit: int | None = None  # ``logit`` with a vocabulary sharded over tensor-parallel ranks; None: the same
@@ -81,6 +84,7 @@ class TrainingCode:
     # last. With a pipeline and ZeRO 0 or 1, all units are exchanged after the last backward pass.
     units: int = 0
     behind_products: bool = False  # of the tp parts of a tensor-parallel exchange, all but one overlap with products
+    hidden_transfers: bool = False  # with several stages on a rank, stages send activations behind compute
     shared_nics: bool = True  # a data-parallel collective uses all NICs of its ranks in a node, not only one
     slower: float = 1.0  # factor on the time of a block, fitted to measurements
     # Experts.
@@ -90,6 +94,8 @@ class TrainingCode:
     network_share: float = LINK_SHARE  # share of the network's bandwidth that sending tokens reaches
     hidden_sends: bool = False  # tokens are sent while another micro-batch is computed
     sending_share: float = 0.0  # with hidden_sends: share of the multiprocessors that sending tokens occupies
+    # A token's experts have consecutive numbers, as from gates that programs make even for benchmarks. False: random.
+    consecutive: bool = False
     permuted: float | None = None  # share of the memory bandwidth that copying tokens reaches; None: as other copies
     experts_at_once: int = 0  # number of products of experts that run at the same time; 0: all of a rank
 
