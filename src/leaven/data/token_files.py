@@ -121,7 +121,7 @@ class TokenFile:
         dtype = np.dtype(self.dtype or "uint16").newbyteorder("<")
         if size % dtype.itemsize:
             raise BrokenFile(
-                f"has {size:,} bytes, not a whole number of {dtype.name} ids; copy it again, or give its dtype"
+                f"has {size:,} bytes, not a whole number of {dtype.name} ids; copy it again, or give its own dtype"
             )
         ids = _tokens(self.path, dtype)
         # If 32-bit ids are read as 16-bit numbers, every second number is 0; for 64-bit ids, three of four are 0.

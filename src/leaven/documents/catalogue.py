@@ -159,7 +159,7 @@ class NumberSource(Entry):
 
 
 class AcceleratorRow(Document, schema="accelerator/1"):
-    """The published numbers of an accelerator, as ``leaven hardware`` prints them."""
+    """The numbers of an accelerator, as ``leaven hardware`` prints them: published ones, and what the planner assumes."""
 
     name: str
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype

@@ -260,7 +260,9 @@ class ComparedRow(Entry):
     value: float
     low: float  # lowest value among similar published runs
     high: float  # highest value among similar published runs
-    factor: float  # factor by which the value is outside the range from low to high; 1 if it is inside
+    factor: (
+        float  # by which the value is outside the range from low to high; 1 if inside; of a beta: of 1 / (1 - beta)
+    )
     outside: bool  # whether factor is above 1.25
 
 

@@ -354,7 +354,8 @@ def tensors_fingerprint(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """Yield config.json, the weight files ``model*``, and the weight files that the index names."""
+    """Yield config.json, if there is one, and the files ``*.safetensors*`` whose names begin with "config" or "model"
+    (also the index) or are in the index."""
     index = b""
     with suppress(OSError):
         index = storage.read(folder / "model.safetensors.index.json")

@@ -291,8 +291,10 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (attention probabilities, tanh(score / softcap)) of a block, both (N, G x t, s). The second is None
-    without a softcap. ``block`` has the slices of the queries and of the keys."""
+    """Return (attention probabilities, tanh(score / softcap)) of a block with t queries and s keys.
+
+    Both are (N, G x t, s). The second is None without a softcap. ``block``: the slices of the queries and of the keys.
+    """
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]

@@ -24,9 +24,9 @@ BRANCH_ENDS = ("attention.out", "mlp.out", "mlp.experts.out", "mlp.shared.out")
 
 
 class Role(StrEnum):
-    """The role of a parameter in a scaling rule: which of its dimensions grow with the width of the model.
+    """The role of a parameter in a scaling rule: where it is, and which of its dimensions grow with the width.
 
-    Comments give "fan in -> fan out". A "fixed" dimension, such as the vocabulary, does not grow.
+    For matrices, comments give "fan in -> fan out". A "fixed" dimension, such as the vocabulary, does not grow.
     """
 
     EMBEDDING = "embedding"  # fixed -> width: token and learned position embeddings

@@ -70,7 +70,8 @@ def untuned(tuned: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings if the recipe's vocab_size or seq_len differs from ``source`` (fields of a model)."""
+    """Return warnings if the recipe's vocab_size or seq_len differs from that of the model ``source``, from which its
+    values come. ``source`` has the keys of [model]."""
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
     pairs = [(name, value, source.get(name)) for name, value in sizes.items()]
     return [_caution(name, value, there) for name, value, there in pairs if there and value != there]

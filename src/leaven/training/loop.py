@@ -1,4 +1,6 @@
-"""Run optimizer steps with callbacks around them. Runs, checks and trials use this loop, except trials in a stack."""
+"""Run optimizer steps with callbacks around them. Runs, trials (except stacks of trials) and the checks that train
+whole runs use this loop. `PlainTraining` takes the steps of models without a recipe.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

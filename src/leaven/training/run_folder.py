@@ -290,9 +290,9 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Raise InputError if the folder is locked, but was deleted or moved (:meth:`LockedFolder.require`).
+        """Raise InputError if this process holds the folder's lock, and the folder was deleted or moved meanwhile.
 
-        Then nothing more is written to the folder (``writes`` is False).
+        Before it raises, it sets ``writes`` to False, so that nothing more is written.
         """
         try:
             if self._locked is not None:

@@ -142,7 +142,7 @@ def _scalar(value: "Summary.Value") -> Any:
         return value.simple_value
     shape = [dimension.size for dimension in value.tensor.tensor_shape.dim]
     if any(size < 0 for size in shape):
-        raise ValueError(f"a tensor has a negative size, in its shape {shape[:8]}")
+        raise ValueError(f"a tensor has the shape {shape[:8]}, with a negative size")
     # Check the shape before the tensor is made: a small record may state a shape that does not fit into memory.
     if any(size != 1 for size in shape):
         return f"a tensor of shape {shape[:8]}"
@@ -152,7 +152,7 @@ def _scalar(value: "Summary.Value") -> Any:
             return struct.unpack("<f", b"\0\0" + upper)[0]
         return make_ndarray(value.tensor).item()
     except (ArithmeticError, KeyError, IndexError, TypeError, struct.error):
-        raise ValueError(f"a tensor of type {value.tensor.dtype}") from None
+        raise ValueError(f"a tensor has the type {value.tensor.dtype}, which cannot be read") from None
 
 
 def wandb_rows(

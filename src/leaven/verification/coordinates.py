@@ -10,18 +10,18 @@ rule multiplies each residual branch by L^-alpha. Under a correct rule, only the
 the size of the model:
 
 - Over width, outputs whose last dimension does not grow, such as the model's logits, and query . key divided by a
-  growing d. Such an output is like a mean over the width. At the start, the terms of the mean have independent
-  signs, so it falls as N^-1/2. Training adds a mean of order 1, which soon dominates.
+  growing d. Such an output is an average of N terms. At the start, the terms have independent signs, so the
+  average falls as N^-1/2. Training adds a part of order 1 with the same sign in all terms, which soon dominates.
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers the lr of these matrices as
-  L^(alpha-1), so they learn less. The same holds for norms that read such an output, and for attention logits, which
-  are computed from two such outputs. It does not hold for the norm before a branch, which reads the stream.
+  L^(alpha-1), so they change less in training. So do norms on such an output, and attention logits, which are
+  computed from two of them. The norm before a branch reads the stream, so its output must not fall.
 
-If d grows, the attention logits *must* fall with the width at the start. This detects a model that
+If d grows, the attention logits not only may but *must* fall with the width at the start. This detects a model that
 divides query . key by sqrt(d), as is usual, instead of d. Before training, the logits of such a model
 have the same size at every d. Training aligns queries and keys, and the logits then grow as sqrt(d).
-This growth takes more steps than a check has (the slope was +0.1 after 40 steps), so the start is
+This growth takes more steps than a check has (an exponent of +0.1 after 40 steps), so the start is
 judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last

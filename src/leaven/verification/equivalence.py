@@ -87,7 +87,8 @@ def _limit(losses: np.ndarray, vocab_size: int) -> float:
     """Return the loss difference that the check allows, in nats per token.
 
     ``losses`` are those of all seeds at the family's own batch. The result is `TOLERANCE` x (log(vocab_size) - mean
-    loss), or two standard errors of a difference between two means over seeds, if this is larger.
+    loss), or if larger, what the noise of the seeds may make of equal losses: two standard errors of the difference
+    between two means over so many seeds.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

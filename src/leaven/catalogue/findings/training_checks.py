@@ -139,7 +139,8 @@ def muon(check: Check, case: Case) -> Check | None:
 
 
 def muon_lr(check: Check, case: Case) -> Check | None:
-    """Compare the lr of Muon, converted to AdamW's, with the lrs of the nearest runs with Adam(W) or Muon."""
+    """Compare the lr of Muon, converted to AdamW's, with the lrs of the nearest runs with Adam(W), and of runs with
+    Muon of a similar size. Return None if the recipe has no lr of Muon, or no such run is known."""
     value = case.muon("lr")
     near = [run for run in _with_muon() if size_ratio(run, case.params) <= FACTOR]
     known = sorted([*case.near(attrgetter("peak_lr")), *(run.peak_lr for run in near if run.peak_lr)])

@@ -69,7 +69,7 @@ def _document(path: Path) -> dict[str, Any]:
 def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
     """Return the settings that leaven reads, by name such as ``optimizer.lr``.
 
-    All other keys are added to ``draft.unread``, except those that a recipe need not contain. ``saved``: whether
+    All other keys are added to ``draft.unread``, except those that have no meaning in a recipe. ``saved``: whether
     torchtitan saved the document. Raise InputError if the old and the new name of a key have different values.
     """
     given = Settings(draft, draft.origin, TABLE["keys"], default="torchtitan's default of {}")

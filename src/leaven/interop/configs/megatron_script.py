@@ -266,7 +266,7 @@ class _Script:
             self._changed.add(name)
 
     def _values_of(self, variable: str) -> list[str]:
-        """Return the values that a variable such as ``${LR:-1}`` has so far."""
+        """Return the values that the lines read so far give to a variable such as ``${LR:-1}``, without the 1."""
         found = _VARIABLE.fullmatch(variable)
         return self.values.get(found[1] or found[3], []) if found else []
 

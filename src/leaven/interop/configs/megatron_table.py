@@ -9,9 +9,10 @@ With Megatron-Bridge, instead set the field optimizer_config_override_provider o
 bridge_provider().
 
 Start the training with the flags of args.sh. The initial values replace those of --init-method-std, before a
-checkpoint is loaded. They depend on the seed of the recipe, the parameter's name and the tensor-parallel rank. This
-file was written for commit d98e8a6 of Megatron-LM (August 2026) and needs a version whose get_megatron_optimizer has
-the argument config_overrides.
+checkpoint is loaded. They depend on the seed of the recipe, the parameter's name and, if tensor-parallel ranks split
+the parameter, on the rank. install() replaces a config_overrides of the caller. This file was written for commit
+d98e8a6 of Megatron-LM (August 2026) and needs a version whose get_megatron_optimizer has the argument
+config_overrides.
 """
 
 import functools

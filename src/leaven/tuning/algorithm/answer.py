@@ -175,8 +175,8 @@ class FittedTrials:
         """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
         The result's ``floor`` is the noise between seeds. If this is unknown, ``floor`` is the noise of a fit to the
-        losses, or 0 without a fit. If few repeats measured the noise, and that of the fit is larger, ``floor`` is
-        their geometric mean.
+        losses, or 0 without a fit. If only a few repeats measured the noise between seeds, and the noise of the fit is
+        larger, ``floor`` is the geometric mean of the two.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -364,7 +364,7 @@ class _LossesByPurpose:
         return cls(start, at_start, again, choosing, confirming, found, {} if rerun else predicted)
 
     def is_only_finalist(self, point: Point) -> bool:
-        """Return whether ``point`` is the only point that was run with fresh seeds."""
+        """Return whether ``point`` is the only point with final trials. Confirmation trials do not count."""
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:

@@ -30,9 +30,10 @@ _here: set[str] = set()  # ids of running searches of this process
 
 
 def node(pid: int, number: int = 0) -> str:
-    """Return the id of a command that runs in the process ``pid`` of this machine: ``HOST:MACHINE:PID:START:NUMBER``.
+    """Return the id of a search in the process ``pid`` of this machine: ``HOST:MACHINE:PID:START:NUMBER``.
 
-    START, the start time, tells processes with equal pids apart. NUMBER is the index of the search in its process.
+    MACHINE is the result of :func:`machine`. START, the start time, tells processes with equal pids apart. NUMBER
+    counts the searches of one process.
     """
     return f"{socket.gethostname()}:{machine()}:{pid}:{_started(pid)}:{number}"
 

@@ -210,9 +210,13 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Give failed trials another attempt, at most once for each trial. Return the number of these trials.
+        """Let trials be tried again that failed or whose process died, once for each trial. Return their number.
 
-        ``numbers`` are the numbers of the trials' last attempts. ``owner`` is recorded with the new attempts.
+        An entry in the store says so; the attempt itself is made later.
+
+        Args:
+            numbers: the last attempt of each trial, by its number in the store.
+            owner: the id of this command, which the entry records.
         """
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}

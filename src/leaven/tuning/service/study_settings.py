@@ -104,7 +104,7 @@ def join_study(
 
 
 def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
-    """Return the stored settings of a study, which messages call ``what``.
+    """Return the stored settings of a study. ``what`` names the study in messages.
 
     Raise InputError if the study does not minimise, or if the settings do not match their digest.
     """
