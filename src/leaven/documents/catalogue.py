@@ -159,7 +159,7 @@ class NumberSource(Entry):
 
 
 class AcceleratorRow(Document, schema="accelerator/1"):
-    """The numbers of an accelerator, as ``leaven hardware`` prints them: published ones, and what the planner assumes."""
+    """The numbers of an accelerator that ``leaven hardware`` prints: published ones, and what the planner assumes."""
 
     name: str
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype

@@ -293,7 +293,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
 ) -> tuple[Tensor, Tensor | None]:
     """Return (attention probabilities, tanh(score / softcap)) of a block with t queries and s keys.
 
-    Both are (N, G x t, s). The second is None without a softcap. ``block``: the slices of the queries and of the keys.
+    Both are (N, G x t, s). The second is None without a softcap. ``block``: the slices of queries and keys.
     """
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None

@@ -175,8 +175,8 @@ class FittedTrials:
         """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
         The result's ``floor`` is the noise between seeds. If this is unknown, ``floor`` is the noise of a fit to the
-        losses, or 0 without a fit. If only a few repeats measured the noise between seeds, and the noise of the fit is
-        larger, ``floor`` is the geometric mean of the two.
+        losses, or 0 without a fit. If only a few repeats measured the noise between seeds, and the noise of the fit
+        is larger, ``floor`` is the geometric mean of the two.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
