@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ PROGRESS = re.compile(
 RUN_NAMES = {"name", "run", "run_name", "run name", "run_id", "run id"}  # columns that may name the run
 UNFINISHED = {"crashed", "failed", "killed", "running", "preempted"}  # values of the column "state" in W&B
 MOST_LENGTHS = 20  # the most values of tokens for which rows with equal other columns are runs, and no loss curve
+FLOAT32 = 1.2e-7  # the relative precision of losses in TensorBoard
 LEAST_SHARED = 8  # the least number of equal steps that two loss curves have
 
 
@@ -133,6 +135,9 @@ def _runs_by_size(
         for scale, values in found.items()
     }
     for values in found.values():
+        for runs in values.values():
+            first = next(iter(runs.values()))
+            _refuse_one_run([*runs.values()], _numbers_of(first, [*axes, value]), path, loss)
         _refuse_copies(runs.values() for runs in values.values())
     unfinished = [] if logs.own else _unfinished(rows, axes, value)
     return losses, axes, [*columns, *unused_numbers(logs.others, path, used)], unfinished
@@ -153,7 +158,7 @@ def _rows_of_other_runs(path: Path, logs: RunLogs, value: str, loss: str, used: 
                 _require_new(curves, (*map(end.values.get, (*AXES, value)), curve), str(file), "losses")
             found_here = [end]
         rows += found_here
-    _refuse_unfinished(logged, value)
+    _refuse_unfinished(logged)
     return rows
 
 
@@ -215,21 +220,22 @@ def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str
     """Return the rows whose column state, as in a table of W&B, says that the run has not finished.
 
     Diverged runs are left out. Raise InputError if such a run ends at an earlier step than the finished runs of its
-    size. Nothing is compared if ``value`` is part of the size, such as the batch.
+    size. The size includes ``value`` if this is the batch, for example, which changes the number of steps.
     """
+    sizes = [*axes, *(axis for axis in AXES if axis == value)]
     states = [(row, str(row.values.get("state", "")).strip().lower()) for row in rows if math.isfinite(row.loss())]
     unfinished = [(row, state) for row, state in states if state in UNFINISHED]
     if not unfinished:
         return []
     least: dict[tuple[RunScale, str], float] = {}  # by size and column, the earliest end of a finished run
-    for row, _ in [each for each in states if each[1] == "finished" and value not in AXES]:
+    for row, _ in [each for each in states if each[1] == "finished"]:
         for column in filter(PROGRESS.fullmatch, row.values):
             if (at := _progress(row, column)) is not None:
-                size = (_scale_of(row, axes), column)
+                size = (_scale_of(row, sizes), column)
                 least[size] = min(at, least.get(size, at))
     for row, state in unfinished:
         for column in filter(PROGRESS.fullmatch, row.values):
-            at, end = _progress(row, column), least.get((_scale_of(row, axes), column))
+            at, end = _progress(row, column), least.get((_scale_of(row, sizes), column))
             if at is not None and end is not None and at < end:
                 raise InputError(
                     f"{row.place}: this run has {column} {at:g} and the state {state}, and finished runs of its size "
@@ -244,14 +250,22 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
 
     ``values`` has the runs of each value. Runs count as copies if at least two values have several runs, and all
     values with several runs repeat a loss. A single value may repeat a loss by chance, because logs round losses.
-    Diverged runs are ignored.
+    With losses that one of two tables has rounded, half of the runs must repeat one. Diverged runs are ignored.
     """
     twins = []
     for rows in values:
         firsts: dict[float, LoggedRow] = {}
         runs = [row for row in rows if math.isfinite(row.loss())]
         if len(runs) > 1:
-            twins.append([(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row])
+            same = [(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row]
+            rounded = [
+                (row, first)
+                for number, row in enumerate(runs)
+                for first in runs[:number]
+                if None in (row.seed(), first.seed()) and row.source != first.source and _is_rounded(row, first)
+            ]
+            halves = min(len({id(row) for row, _ in rounded}), len({id(first) for _, first in rounded}))
+            twins.append(same or (rounded if 2 * halves >= len(runs) else []))
     if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
@@ -260,13 +274,56 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
         )
 
 
-def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
+def _is_rounded(row: LoggedRow, other: LoggedRow) -> bool:
+    """Return whether two losses are equal to three digits or more, as far as both are printed or fp32 numbers."""
+    digits = min(_decimals(row), _decimals(other))
+    limit = max(0.5001 * 10.0**-digits, FLOAT32 * abs(row.loss()))
+    return digits >= 3 and abs(row.loss() - other.loss()) <= limit
+
+
+def _decimals(row: LoggedRow) -> int:
+    """Return the number of digits after the point of a row's loss, or less with an exponent."""
+    exponent = Decimal(str(row.values["loss"]).strip()).as_tuple().exponent
+    return -exponent if isinstance(exponent, int) else 0
+
+
+def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str) -> None:
+    """Raise InputError if two logs of the same size and value seem to be one run, although they would be two seeds.
+
+    This holds for two formats, such as W&B and TensorBoard, if one of the logs has no seed. It also holds for two
+    folders of TensorBoard without a seed whose paths below ``root`` have the same names with a number, such as
+    width64-lr0.01/train and width64-lr0.01/val. ``what`` is the size and value for the message.
+    """
+    formats: dict[str, LoggedRow] = {}
+    numbered: dict[Hashable, LoggedRow] = {}
+    for row in [row for row in runs if row.source is not None]:
+        file = Path(str(row.source))
+        kind = "TensorBoard" if file.is_dir() else "W&B" if is_one_run(file) else "a table"
+        formats.setdefault(kind, row)
+        for other_kind, other in formats.items():
+            if other_kind != kind and None in (row.seed(), other.seed()):
+                raise InputError(
+                    f"{other.place} ({other_kind}) and {row.place} ({kind}) are both of {what}, as if they were one "
+                    "run; move one of the two elsewhere, or if they are two runs, give both a seed"
+                )
+        if kind != "TensorBoard" or row.seed() is not None:
+            continue
+        parts = [part for part in file.relative_to(root).parts if re.search(r"\d", part)]
+        if (other := numbered.setdefault(tuple(parts), row)) is not row:
+            one = Path(str(other.source))
+            choose = f"read one of them with --loss {file.name}/{loss}"
+            raise InputError(
+                f"{one} and {file} are both of {what}, and differ only in names without a number, as if they were one "
+                f"run; {choose if one.parent == file.parent else 'move one of the two elsewhere'}, or if they are two "
+                "runs, add seed0 and seed1 to the names"
+            )
+
+
+def _refuse_unfinished(ends: Sequence[LoggedRow]) -> None:
     """Raise InputError if a run that has not diverged ends at an earlier step than another run of the same size.
 
-    ``ends`` has the last row of each run. Nothing is compared if ``value`` is part of the size, such as the batch.
+    ``ends`` has the last row of each run. The size includes the batch and the tokens.
     """
-    if value in AXES:  # with another batch, a run has another number of steps
-        return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
     for end in sorted(ends, key=lambda row: -row.number("step")):
         last = furthest.setdefault(tuple(end.values.get(axis) for axis in AXES), end)
@@ -309,6 +366,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
+    of_size: dict[str, list[list[LoggedRow]]] = {}  # the rows of each run
     for file in logs.others:
         rows = rows_of(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
@@ -334,6 +392,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
             if seed is not None:
                 _require_new(seen, (name, seed), str(file), "size and seed")
             found.setdefault(name, []).append(points := _points(run, time))
+            of_size.setdefault(name, []).append([row for row in run if math.isfinite(row.loss())] or run)
             if all(math.isfinite(value) for _, value in points):
                 _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
         if len(rows) < len(every):
@@ -348,9 +407,28 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
         raise InputError(
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add a column width"
         )
+    for name, curves in of_size.items():
+        _refuse_one_run([run[0] for run in curves], name, path, loss)
+        for number, curve in enumerate(curves):
+            for other in curves[:number]:
+                _refuse_rounded_curve(curve, other)
     if any(sized):  # else the names of files are the sizes
         unused.update(unused_numbers(logs.others, path, used))
     return {name: found[name] for name in sorted(found, key=by_numbers)}, sorted(unused)
+
+
+def _refuse_rounded_curve(curve: Sequence[LoggedRow], other: Sequence[LoggedRow]) -> None:
+    """Raise InputError if two curves without a seed have the same losses, as far as these are printed.
+
+    The curves must share :data:`LEAST_SHARED` steps or more, because a few losses may be equal by chance.
+    """
+    if None not in (curve[0].seed(), other[0].seed()):
+        return
+    time = next(time for time in TIMES if curve[0].has(time))
+    of_other = {row.number(time): row for row in other if row.has(time)}
+    shared = [(row, of_other[at]) for row in curve if (at := row.number(time)) in of_other]
+    if len(shared) >= LEAST_SHARED and all(_is_rounded(*pair) for pair in shared):
+        _require_new({None: other[0].place}, None, curve[0].place, "losses")
 
 
 def _refuse_missing_losses(rows: Sequence[LoggedRow], axes: Iterable[str], time: str) -> None:
