@@ -10,6 +10,7 @@ import io
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +30,9 @@ DIGITS = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)"
 NUMBER = rf"{DIGITS}(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
 # The begin of a logarithm's name, as in log2lr-8 or log10_lr-3. In log2_width64-lr0.001, log2 is a name of its own.
 LOG = r"log(?:2|10)(?:_(?!width|depth|batch|tokens|seed))?(?=[a-z_]+[=_-]*[1-9]\d?(?![\de]|\.\d+e))"
-# A name and its number, as part of a path. The groups are the name, a digit at its end, as in beta2=0.95, the separator,
-# the number, its unit, and what may be more digits: _024 in width1_024, and b5 in tokens1b5. In lr3e-4b512, b is not a
-# unit, but the next name. NO_COLUMN stands for a condition: in width2-0.95, 2 is the width.
+# A name and its number, as part of a path. The groups are the name, digits at its end, as in beta2=0.95, the separator,
+# the number, its unit, and what may be more digits: _024 in width1_024, and b5 in tokens1b5. In lr3e-4b512, b is not
+# a unit, but the next name. NO_COLUMN stands for a condition, because in width2-0.95 the width is 2.
 NAMED = (
     rf"((?:[a-z]+_)*(?:{LOG})?[a-z]+(?:_[a-z]+)*)((?:\d+(?==\d)|NO_COLUMN\d(?=[_-]\d))?)([=_-]?){DIGITS}(?:([kmbt])(?=tok|[^a-z\d]|$))?"
     r"(_\d{3}(?![a-z\d]))?(?=([kmbtp]\d+)?)"
@@ -253,9 +254,9 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
         names = ", ".join(sorted({name for _, row in found for name in row})) or "no columns"
         near = sorted(
             file.parent
-            for pattern in ("*", "../*")
-            for file in path.glob(f"{pattern}/*{EVENTS}*")
-            if path.is_dir() and not re.search(r"\d", file.parent.name) and file.parent.name != path.name
+            for folder in ((path, path.parent) if path.is_dir() and path != root else ())
+            for file in folder.glob(f"*/*{EVENTS}*")
+            if not re.search(r"\d", file.parent.name) and file.parent != path
         )
         hint = f", or as --loss {near[-1].name}/TAG if it is in {near[-1]}" if near else ""
         raise InputError(f"{place} has no column {loss}; it has {names}; name the loss with --loss{hint}")
@@ -299,11 +300,15 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, list
 def unused_numbers(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
     """Return the names of unused numbers in the paths of runs, such as ``decay`` in ``decay0.1``.
 
-    A number is unused if it is in no column, and if it differs between runs or some runs lack it.
+    A number is unused if it is in no column, and if it differs between runs or some runs lack it. If runs have
+    different digits in a name, such as run1-2024 and run2-2024, the name is returned without them.
     """
     numbers = [_numbers(path, root, columns) for path in paths if is_one_run(path)]
-    names = {name for each in numbers for name in each}
-    return sorted(name for name in names - {*columns} if len({str(each.get(name)) for each in numbers}) > 1)
+    stems = {name: name.rstrip("0123456789") for each in numbers for name in each}
+    in_one_run = {stem for each in numbers for stem, count in Counter(map(stems.get, each)).items() if count > 1}
+    several = {stem for stem, count in Counter(stems.values()).items() if count > 1} - in_one_run - {*columns}
+    found = {name for name in stems.keys() - {*columns} if len({str(each.get(name)) for each in numbers}) > 1}
+    return sorted({stems[name] if stems[name] in several else name for name in found})
 
 
 def rows_of(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:

@@ -5,11 +5,11 @@ The logs are read by ``logged_rows.py``.
 
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from decimal import Decimal
-from itertools import pairwise
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +253,10 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
     With losses that one of two tables has rounded, half of the runs must repeat one. Diverged runs are ignored.
     """
     twins = []
+    values = [[*rows] for rows in values]
+    digits = dict[Path | None, int]()  # by file
+    for row in [row for rows in values for row in rows if math.isfinite(row.loss())]:
+        digits[row.source] = max(_decimals(row), digits.get(row.source, 0))
     for rows in values:
         firsts: dict[float, LoggedRow] = {}
         runs = [row for row in rows if math.isfinite(row.loss())]
@@ -262,7 +266,9 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
                 (row, first)
                 for number, row in enumerate(runs)
                 for first in runs[:number]
-                if None in (row.seed(), first.seed()) and row.source != first.source and _is_rounded(row, first)
+                if None in (row.seed(), first.seed())
+                and row.source != first.source
+                and _is_rounded(row, first, min(digits[row.source], digits[first.source]))
             ]
             halves = min(len({id(row) for row, _ in rounded}), len({id(first) for _, first in rounded}))
             twins.append(same or (rounded if 2 * halves >= len(runs) else []))
@@ -274,9 +280,8 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
         )
 
 
-def _is_rounded(row: LoggedRow, other: LoggedRow) -> bool:
-    """Return whether two losses are equal to three digits or more, as far as both are printed or fp32 numbers."""
-    digits = min(_decimals(row), _decimals(other))
+def _is_rounded(row: LoggedRow, other: LoggedRow, digits: int) -> bool:
+    """Return whether two losses are equal if rounded to ``digits`` after the point, at least 3, or to fp32."""
     limit = max(0.5001 * 10.0**-digits, FLOAT32 * abs(row.loss()))
     return digits >= 3 and abs(row.loss() - other.loss()) <= limit
 
@@ -310,12 +315,11 @@ def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str)
             continue
         parts = [part for part in file.relative_to(root).parts if re.search(r"\d", part)]
         if (other := numbered.setdefault(tuple(parts), row)) is not row:
-            one = Path(str(other.source))
-            choose = f"read one of them with --loss {file.name}/{loss}"
+            beside = Path(str(other.source)).parent == file.parent
+            hint = f"read one of them with --loss {file.name}/{loss}" if beside else "move one of them elsewhere"
             raise InputError(
-                f"{one} and {file} are both of {what}, and differ only in names without a number, as if they were one "
-                f"run; {choose if one.parent == file.parent else 'move one of the two elsewhere'}, or if they are two "
-                "runs, add seed0 and seed1 to the names"
+                f"{other.source} and {file} are both of {what}, and differ only in names without a number, as if they "
+                f"were one run; {hint}, or if they are two runs, add seed0 and seed1 to the names"
             )
 
 
@@ -366,7 +370,9 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
-    of_size: dict[str, list[list[LoggedRow]]] = {}  # the rows of each run
+    of_size: dict[
+        str, list[tuple[LoggedRow, dict[float, LoggedRow]]]
+    ] = {}  # of each run, the first row and all by time
     for file in logs.others:
         rows = rows_of(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
@@ -392,7 +398,8 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
             if seed is not None:
                 _require_new(seen, (name, seed), str(file), "size and seed")
             found.setdefault(name, []).append(points := _points(run, time))
-            of_size.setdefault(name, []).append([row for row in run if math.isfinite(row.loss())] or run)
+            finite = {row.number(time): row for row in run if math.isfinite(row.loss())}
+            of_size.setdefault(name, []).append((run[0], finite))
             if all(math.isfinite(value) for _, value in points):
                 _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
         if len(rows) < len(every):
@@ -408,27 +415,26 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add a column width"
         )
     for name, curves in of_size.items():
-        _refuse_one_run([run[0] for run in curves], name, path, loss)
-        for number, curve in enumerate(curves):
-            for other in curves[:number]:
-                _refuse_rounded_curve(curve, other)
+        _refuse_one_run([first for first, _ in curves], name, path, loss)
+        _refuse_rounded_curves([by_time for first, by_time in curves if first.seed() is None])
     if any(sized):  # else the names of files are the sizes
         unused.update(unused_numbers(logs.others, path, used))
     return {name: found[name] for name in sorted(found, key=by_numbers)}, sorted(unused)
 
 
-def _refuse_rounded_curve(curve: Sequence[LoggedRow], other: Sequence[LoggedRow]) -> None:
-    """Raise InputError if two curves without a seed have the same losses, as far as these are printed.
+def _refuse_rounded_curves(curves: Sequence[Mapping[float, LoggedRow]]) -> None:
+    """Raise InputError if two of the curves, which have no seed, have the same losses, as far as these are printed.
 
-    The curves must share :data:`LEAST_SHARED` steps or more, because a few losses may be equal by chance.
+    ``curves`` has the rows of each curve by time. Two curves must share :data:`LEAST_SHARED` times or more, because
+    a few losses may be equal by chance.
     """
-    if None not in (curve[0].seed(), other[0].seed()):
-        return
-    time = next(time for time in TIMES if curve[0].has(time))
-    of_other = {row.number(time): row for row in other if row.has(time)}
-    shared = [(row, of_other[at]) for row in curve if (at := row.number(time)) in of_other]
-    if len(shared) >= LEAST_SHARED and all(_is_rounded(*pair) for pair in shared):
-        _require_new({None: other[0].place}, None, curve[0].place, "losses")
+    digits = [max(map(_decimals, islice(curve.values(), 100)), default=0) for curve in curves]
+    for (curve, own), (other, others) in combinations(zip(curves, digits, strict=True), 2):
+        shared = other.keys() & curve.keys()
+        least = min(own, others)
+        if len(shared) >= LEAST_SHARED and all(_is_rounded(curve[at], other[at], least) for at in shared):
+            first, repeat = (next(iter(of.values())).place for of in (curve, other))
+            _require_new({None: first}, None, repeat, "losses")
 
 
 def _refuse_missing_losses(rows: Sequence[LoggedRow], axes: Iterable[str], time: str) -> None:
