@@ -30,9 +30,9 @@ DIGITS = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)"
 NUMBER = rf"{DIGITS}(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
 # The begin of a logarithm's name, as in log2lr-8 or log10_lr-3. In log2_width64-lr0.001, log2 is a name of its own.
 LOG = r"log(?:2|10)(?:_(?!width|depth|batch|tokens|seed))?(?=[a-z_]+[=_-]*[1-9]\d?(?![\de]|\.\d+e))"
-# A name and its number, as part of a path. The groups are the name, digits at its end, as in beta2=0.95, the separator,
-# the number, its unit, and what may be more digits: _024 in width1_024, and b5 in tokens1b5. In lr3e-4b512, b is not
-# a unit, but the next name. NO_COLUMN stands for a condition, because in width2-0.95 the width is 2.
+# A name and its number, as part of a path. The groups are the name, digits at its end (as in beta2=0.95), the
+# separator, the number, its unit, and what may be more digits: _024 in width1_024, and b5 in tokens1b5. In
+# lr3e-4b512, b is not a unit, but the next name. NO_COLUMN stands for a condition: in width2-0.95, the width is 2.
 NAMED = (
     rf"((?:[a-z]+_)*(?:{LOG})?[a-z]+(?:_[a-z]+)*)((?:\d+(?==\d)|NO_COLUMN\d(?=[_-]\d))?)([=_-]?){DIGITS}(?:([kmbt])(?=tok|[^a-z\d]|$))?"
     r"(_\d{3}(?![a-z\d]))?(?=([kmbtp]\d+)?)"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from decimal import Decimal
-from itertools import combinations, islice, pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +256,7 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
     values = [[*rows] for rows in values]
     digits = dict[Path | None, int]()  # by file
     for row in [row for rows in values for row in rows if math.isfinite(row.loss())]:
-        digits[row.source] = max(_decimals(row), digits.get(row.source, 0))
+        digits[row.source] = max(_decimals(row.loss()), digits.get(row.source, 0))
     for rows in values:
         firsts: dict[float, LoggedRow] = {}
         runs = [row for row in rows if math.isfinite(row.loss())]
@@ -268,7 +268,7 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
                 for first in runs[:number]
                 if None in (row.seed(), first.seed())
                 and row.source != first.source
-                and _is_rounded(row, first, min(digits[row.source], digits[first.source]))
+                and _is_rounded(row.loss(), first.loss(), min(digits[row.source], digits[first.source]))
             ]
             halves = min(len({id(row) for row, _ in rounded}), len({id(first) for _, first in rounded}))
             twins.append(same or (rounded if 2 * halves >= len(runs) else []))
@@ -280,15 +280,14 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
         )
 
 
-def _is_rounded(row: LoggedRow, other: LoggedRow, digits: int) -> bool:
+def _is_rounded(loss: float, other: float, digits: int) -> bool:
     """Return whether two losses are equal if rounded to ``digits`` after the point, at least 3, or to fp32."""
-    limit = max(0.5001 * 10.0**-digits, FLOAT32 * abs(row.loss()))
-    return digits >= 3 and abs(row.loss() - other.loss()) <= limit
+    return digits >= 3 and abs(loss - other) <= max(0.5001 * 10.0**-digits, FLOAT32 * abs(loss))
 
 
-def _decimals(row: LoggedRow) -> int:
-    """Return the number of digits after the point of a row's loss, or less with an exponent."""
-    exponent = Decimal(str(row.values["loss"]).strip()).as_tuple().exponent
+def _decimals(loss: float) -> int:
+    """Return the number of digits after the point of a loss."""
+    exponent = Decimal(repr(loss)).as_tuple().exponent
     return -exponent if isinstance(exponent, int) else 0
 
 
@@ -318,8 +317,8 @@ def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str)
             beside = Path(str(other.source)).parent == file.parent
             hint = f"read one of them with --loss {file.name}/{loss}" if beside else "move one of them elsewhere"
             raise InputError(
-                f"{other.source} and {file} are both of {what}, and differ only in names without a number, as if they "
-                f"were one run; {hint}, or if they are two runs, add seed0 and seed1 to the names"
+                f"{other.source} and {file} are both of {what}, and differ only in names without a number, as if "
+                f"they were one run; {hint}, or if they are two runs, add seed0 and seed1 to the names"
             )
 
 
@@ -370,9 +369,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
-    of_size: dict[
-        str, list[tuple[LoggedRow, dict[float, LoggedRow]]]
-    ] = {}  # of each run, the first row and all by time
+    firsts: dict[str, list[LoggedRow]] = {}  # the first row of each curve, by size
     for file in logs.others:
         rows = rows_of(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
@@ -398,8 +395,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
             if seed is not None:
                 _require_new(seen, (name, seed), str(file), "size and seed")
             found.setdefault(name, []).append(points := _points(run, time))
-            finite = {row.number(time): row for row in run if math.isfinite(row.loss())}
-            of_size.setdefault(name, []).append((run[0], finite))
+            firsts.setdefault(name, []).append(run[0])
             if all(math.isfinite(value) for _, value in points):
                 _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
         if len(rows) < len(every):
@@ -414,27 +410,34 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
         raise InputError(
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add a column width"
         )
-    for name, curves in of_size.items():
-        _refuse_one_run([first for first, _ in curves], name, path, loss)
-        _refuse_rounded_curves([by_time for first, by_time in curves if first.seed() is None])
+    _refuse_repeated_curves(firsts, found, path, loss)
     if any(sized):  # else the names of files are the sizes
         unused.update(unused_numbers(logs.others, path, used))
     return {name: found[name] for name in sorted(found, key=by_numbers)}, sorted(unused)
 
 
-def _refuse_rounded_curves(curves: Sequence[Mapping[float, LoggedRow]]) -> None:
-    """Raise InputError if two of the curves, which have no seed, have the same losses, as far as these are printed.
+def _refuse_repeated_curves(
+    rows: Mapping[str, Sequence[LoggedRow]], curves: Mapping[str, Sequence[Points]], root: Path, loss: str
+) -> None:
+    """Raise InputError if two curves of one size and without a seed seem to be one run.
 
-    ``curves`` has the rows of each curve by time. Two curves must share :data:`LEAST_SHARED` times or more, because
-    a few losses may be equal by chance.
+    ``rows`` has the first row of each curve, and ``curves`` its points, by size. Curves are one run by the rules of
+    :func:`_refuse_one_run`, or if they have the same losses, as far as these are printed, at :data:`LEAST_SHARED`
+    times or more. A few losses may be equal by chance.
     """
-    digits = [max(map(_decimals, islice(curve.values(), 100)), default=0) for curve in curves]
-    for (curve, own), (other, others) in combinations(zip(curves, digits, strict=True), 2):
-        shared = other.keys() & curve.keys()
-        least = min(own, others)
-        if len(shared) >= LEAST_SHARED and all(_is_rounded(curve[at], other[at], least) for at in shared):
-            first, repeat = (next(iter(of.values())).place for of in (curve, other))
-            _require_new({None: first}, None, repeat, "losses")
+    for name in rows:
+        _refuse_one_run(rows[name], name, root, loss)
+        pairs = zip(rows[name], map(dict, curves[name]), strict=True)
+        unseeded = [
+            (row, curve, max(map(_decimals, list(curve.values())[:100])))
+            for row, curve in pairs
+            if row.seed() is None
+        ]
+        for (row, curve, own), (other, repeat, others) in combinations(unseeded, 2):
+            shared = curve.keys() & repeat.keys()
+            digits = min(own, others)
+            if len(shared) >= LEAST_SHARED and all(_is_rounded(curve[at], repeat[at], digits) for at in shared):
+                _require_new({None: row.place}, None, other.place, "losses")
 
 
 def _refuse_missing_losses(rows: Sequence[LoggedRow], axes: Iterable[str], time: str) -> None:
