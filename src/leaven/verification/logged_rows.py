@@ -254,7 +254,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
         names = ", ".join(sorted({name for _, row in found for name in row})) or "no columns"
         near = sorted(
             file.parent
-            for folder in ((path, path.parent) if path.is_dir() and path != root else ())
+            for folder in (() if not path.is_dir() else (path,) if path == root else (path, path.parent))
             for file in folder.glob(f"*/*{EVENTS}*")
             if not re.search(r"\d", file.parent.name) and file.parent != path
         )
