@@ -557,6 +557,12 @@ def test_folders_of_one_run_in_tensorboard_are_no_seeds(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match=f"{message}.*read one of them with --loss val/loss, or if they are two"):
         transfer_of_runs(tmp_path / "keras")
+    shutil.copytree(tmp_path / "keras", tmp_path / "seeded")
+    for folder in [*(tmp_path / "seeded").iterdir()]:
+        folder.rename(f"{folder}-seed0")
+    with pytest.raises(InputError, match="val repeats .*/train; read one of them with --loss val/loss, or name anot"):
+        transfer_of_runs(tmp_path / "seeded")
+    assert transfer_of_runs(tmp_path / "seeded", loss="val/loss").settings["seeds"] == 1
     with pytest.raises(InputError, match="first/.* and .*second/.*; move one of them elsewhere, or if they are"):
         transfer_of_runs(tmp_path / "old")
     expected = transfer_of_runs(tmp_path / "val")
@@ -617,7 +623,7 @@ def test_names_that_end_in_a_digit_or_occur_twice(tmp_path: Path) -> None:
     assert document.settings["scales"] == ["width 8", "width 16"]
     assert document.settings["columns not used"] == ["run", "step"]
     for name, wrong in (
-        ("width64-muon-lr0.02-adam-lr0.003", "lr is 0.02 and 0.003; rename all but one, e.g. muon-lr to muon_lr"),
+        ("width64-muon-lr0.02-adam-lr0.003", "lr is 0.02 and 0.003; rename all but one, e.g. with _ for - before lr"),
         ("width64/lr1/head-width16", "width is 64 and 16; rename"),
     ):
         with pytest.raises(InputError, match=wrong):

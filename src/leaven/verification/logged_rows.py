@@ -293,7 +293,7 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, list
     for name in found.keys() & {*columns}:
         if len(numbers := dict.fromkeys(found[name])) > 1:
             several = " and ".join(f"{number:g}" for number in numbers)
-            raise InputError(f"{path}: {name} is {several}; rename all but one, e.g. muon-{name} to muon_{name}")
+            raise InputError(f"{path}: {name} is {several}; rename all but one, e.g. with _ for - before {name}")
     return found
 
 

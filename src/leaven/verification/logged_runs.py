@@ -130,7 +130,8 @@ def _runs_by_size(
         seed = row.place if (written := row.seed()) is None else written
         if (first := runs.setdefault(seed, row)) is not row:
             twice = f"{row.place} repeats the size, {value} and seed of {first.place}"
-            raise InputError(f"{twice}; remove one of the two, or name another swept column with --value")
+            hint = _one_folder(row, first, loss) or "remove one of the two"
+            raise InputError(f"{twice}; {hint}, or name another swept column with --value")
     losses = {
         scale: {number: {seed: row.loss() for seed, row in runs.items()} for number, runs in values.items()}
         for scale, values in found.items()
@@ -311,6 +312,14 @@ def _decimals(loss: float) -> int:
     return -exponent if isinstance(exponent, int) else 0
 
 
+def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
+    """Return a hint for two runs in TensorBoard that are folders beside each other, such as train and val, else ""."""
+    folders = [Path(str(each.source)) for each in (row, other)]
+    if folders[0].parent != folders[1].parent or not all(folder.is_dir() for folder in folders):
+        return ""
+    return "" if re.search(r"\d", folders[0].name) else f"read one of them with --loss {folders[0].name}/{loss}"
+
+
 def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str) -> None:
     """Raise InputError if two logs of the same size and value seem to be one run, although they would be two seeds.
 
@@ -334,8 +343,7 @@ def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str)
             continue
         parts = [part for part in file.relative_to(root).parts if re.search(r"\d", part)]
         if (other := numbered.setdefault(tuple(parts), row)) is not row:
-            beside = Path(str(other.source)).parent == file.parent
-            hint = f"read one of them with --loss {file.name}/{loss}" if beside else "move one of them elsewhere"
+            hint = _one_folder(row, other, loss) or "move one of them elsewhere"
             raise InputError(
                 f"{other.source} and {file} are both of {what}, and differ only in names without a number, as if "
                 f"they were one run; {hint}, or if they are two runs, add seed0 and seed1 to the names"
