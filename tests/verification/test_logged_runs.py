@@ -482,6 +482,9 @@ def test_a_rounded_copy_is_no_second_seed(tmp_path: Path) -> None:
         write(tmp_path / "paper.csv", [run | {"loss": round(float(run["loss"]), digits)} for run in runs][::step])
         with pytest.raises(InputError, match=r"row \d+ repeats the loss of .*: row \d+, as far as it is printed"):
             transfer_of_runs(tmp_path)
+    write(tmp_path / "paper.csv", [run | {"loss": float(np.float32(run["loss"]))} for run in runs])
+    with pytest.raises(InputError, match="as far as it is printed"):
+        transfer_of_runs(tmp_path)
     few = [run | {"loss": float(run["loss"]) + seed} for run in runs for seed in (0, 0.01, -0.01)]
     write(tmp_path / "paper.csv", [run | {"loss": f"{run['loss']:.3f}"} for run in few])
     with pytest.raises(InputError, match="as far as it is printed"):

@@ -313,7 +313,7 @@ def _decimals(loss: float) -> int:
 
 
 def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
-    """Return a hint for two runs in TensorBoard that are folders beside each other, such as train and val, else ""."""
+    """Return a hint for two folders of TensorBoard beside each other, such as train and val. Otherwise return ""."""
     folders = [Path(str(each.source)) for each in (row, other)]
     if folders[0].parent != folders[1].parent or not all(folder.is_dir() for folder in folders):
         return ""
