@@ -5,10 +5,11 @@ The logs are read by ``logged_rows.py``.
 
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
-from itertools import pairwise
+from decimal import Decimal
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ PROGRESS = re.compile(
 RUN_NAMES = {"name", "run", "run_name", "run name", "run_id", "run id"}  # columns that may name the run
 UNFINISHED = {"crashed", "failed", "killed", "running", "preempted"}  # values of the column "state" in W&B
 MOST_LENGTHS = 20  # the most values of tokens for which rows with equal other columns are runs, and no loss curve
+FLOAT32 = 1.2e-7  # the relative precision of losses in TensorBoard
+LEAST_ROUNDED = 4  # the least number of losses that a table and its rounded copy have
 LEAST_SHARED = 8  # the least number of equal steps that two loss curves have
 
 
@@ -129,13 +132,18 @@ def _runs_by_size(
         seed = row.place if (written := row.seed()) is None else written
         if (first := runs.setdefault(seed, row)) is not row:
             twice = f"{row.place} repeats the size, {value} and seed of {first.place}"
-            raise InputError(f"{twice}; remove one of the two, or name another swept column with --value")
+            hint = _one_folder(row, first, loss) or "remove one of the two"
+            raise InputError(f"{twice}; {hint}, or name another swept column with --value")
     losses = {
         scale: {number: {seed: row.loss() for seed, row in runs.items()} for number, runs in values.items()}
         for scale, values in found.items()
     }
     for values in found.values():
+        for runs in values.values():
+            first = next(iter(runs.values()))
+            _refuse_one_run([*runs.values()], _numbers_of(first, [*axes, value]), path, loss)
         _refuse_copies(runs.values() for runs in values.values())
+    _refuse_rounded([*runs.values()] for values in found.values() for runs in values.values())
     unfinished = [] if logs.own else _unfinished(rows, axes, value)
     return losses, axes, [*columns, *unused_numbers(logs.others, path, used)], unfinished
 
@@ -155,7 +163,7 @@ def _rows_of_other_runs(path: Path, logs: RunLogs, value: str, loss: str, used: 
                 _require_new(curves, (*map(end.values.get, (*AXES, value)), curve), str(file), "losses")
             found_here = [end]
         rows += found_here
-    _refuse_unfinished(logged, value)
+    _refuse_unfinished(logged)
     return rows
 
 
@@ -217,21 +225,22 @@ def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str
     """Return the rows whose column state, as in a table of W&B, says that the run has not finished.
 
     Diverged runs are left out. Raise InputError if such a run ends at an earlier step than the finished runs of its
-    size. Nothing is compared if ``value`` is part of the size, such as the batch.
+    size. The size includes ``value`` if this is the batch, for example, which changes the number of steps.
     """
+    sizes = [*axes, *(axis for axis in AXES if axis == value)]
     states = [(row, str(row.values.get("state", "")).strip().lower()) for row in rows if math.isfinite(row.loss())]
     unfinished = [(row, state) for row, state in states if state in UNFINISHED]
     if not unfinished:
         return []
     least: dict[tuple[RunScale, str], float] = {}  # by size and column, the earliest end of a finished run
-    for row, _ in [each for each in states if each[1] == "finished" and value not in AXES]:
+    for row, _ in [each for each in states if each[1] == "finished"]:
         for column in filter(PROGRESS.fullmatch, row.values):
             if (at := _progress(row, column)) is not None:
-                size = (_scale_of(row, axes), column)
+                size = (_scale_of(row, sizes), column)
                 least[size] = min(at, least.get(size, at))
     for row, state in unfinished:
         for column in filter(PROGRESS.fullmatch, row.values):
-            at, end = _progress(row, column), least.get((_scale_of(row, axes), column))
+            at, end = _progress(row, column), least.get((_scale_of(row, sizes), column))
             if at is not None and end is not None and at < end:
                 raise InputError(
                     f"{row.place}: this run has {column} {at:g} and the state {state}, and finished runs of its size "
@@ -262,14 +271,92 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
         )
 
 
-def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
+def _refuse_rounded(runs: Iterable[Sequence[LoggedRow]]) -> None:
+    """Raise InputError if a table has the losses of another one with fewer digits, and one of the two has no seeds.
+
+    ``runs`` has the runs of each size and value. The tables must have :data:`LEAST_ROUNDED` losses or more at the
+    same sizes and values, and all of them must be equal, because a few may be equal by chance.
+    """
+    digits = dict[str, int]()  # by table
+    equal: dict[tuple[str, str], list[tuple[LoggedRow, LoggedRow, bool]]] = {}  # by the two tables
+    cells = [[(str(row.source), row) for row in rows if math.isfinite(row.loss())] for rows in runs]
+    for table, row in [each for rows in cells for each in rows]:
+        digits[table] = max(_decimals(row.loss()), digits.get(table, 0))
+    for rows in cells:
+        tables: dict[str, list[LoggedRow]] = {}
+        for table, row in sorted(rows, key=lambda each: each[1].loss()):
+            tables.setdefault(table, []).append(row)
+        for (one, of_one), (other, of_other) in combinations(sorted(tables.items()), 2):
+            few, many = sorted((of_one, of_other), key=len)
+            least = min(digits[one], digits[other])
+            for number, row in enumerate(few):
+                twins = many[number : number + 1 + len(many) - len(few)]
+                same = [twin for twin in twins if _is_rounded(row.loss(), twin.loss(), least)]
+                unseeded = None in (row.seed(), twins[0].seed())
+                equal.setdefault((one, other), []).append((row, (same or twins)[0], unseeded and bool(same)))
+    for pairs in equal.values():
+        if len(pairs) >= LEAST_ROUNDED and all(same for *_, same in pairs):
+            row, twin, _ = pairs[0]
+            raise InputError(
+                f"{row.place} repeats the loss of {twin.place}, as far as it is printed, and so do all rows of these "
+                "files at the same sizes and values; remove one of the files, or write losses with more digits"
+            )
+
+
+def _is_rounded(loss: float, other: float, digits: int) -> bool:
+    """Return whether two losses are equal if rounded to ``digits`` after the point, at least 3, or to fp32."""
+    return digits >= 3 and abs(loss - other) <= max(0.5001 * 10.0**-digits, FLOAT32 * abs(loss))
+
+
+def _decimals(loss: float) -> int:
+    """Return the number of digits after the point of a loss."""
+    exponent = Decimal(repr(loss)).as_tuple().exponent
+    return -exponent if isinstance(exponent, int) else 0
+
+
+def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
+    """Return a hint for two folders of TensorBoard beside each other, such as train and val. Otherwise return ""."""
+    folders = [Path(str(each.source)) for each in (row, other)]
+    if folders[0].parent != folders[1].parent or not all(folder.is_dir() for folder in folders):
+        return ""
+    return "" if re.search(r"\d", folders[0].name) else f"read one of them with --loss {folders[0].name}/{loss}"
+
+
+def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str) -> None:
+    """Raise InputError if two logs of the same size and value seem to be one run, although they would be two seeds.
+
+    This holds for two formats, such as W&B and TensorBoard, if one of the logs has no seed. It also holds for two
+    folders of TensorBoard without a seed whose paths below ``root`` have the same names with a number, such as
+    width64-lr0.01/train and width64-lr0.01/val. ``what`` is the size and value for the message.
+    """
+    formats: dict[str, LoggedRow] = {}
+    numbered: dict[Hashable, LoggedRow] = {}
+    for row in [row for row in runs if row.source is not None]:
+        file = Path(str(row.source))
+        kind = "TensorBoard" if file.is_dir() else "W&B" if is_one_run(file) else "a table"
+        formats.setdefault(kind, row)
+        for other_kind, other in formats.items():
+            if other_kind != kind and None in (row.seed(), other.seed()):
+                raise InputError(
+                    f"{other.place} ({other_kind}) and {row.place} ({kind}) are both of {what}, as if they were one "
+                    "run; move one of the two elsewhere, or if they are two runs, give both a seed"
+                )
+        if kind != "TensorBoard" or row.seed() is not None:
+            continue
+        parts = [part for part in file.relative_to(root).parts if re.search(r"\d", part)]
+        if (other := numbered.setdefault(tuple(parts), row)) is not row:
+            hint = _one_folder(row, other, loss) or "move one of them elsewhere"
+            raise InputError(
+                f"{other.source} and {file} are both of {what}, and differ only in names without a number, as if "
+                f"they were one run; {hint}, or if they are two runs, add seed0 and seed1 to the names"
+            )
+
+
+def _refuse_unfinished(ends: Sequence[LoggedRow]) -> None:
     """Raise InputError if a run that has not diverged ends at an earlier step than another run of the same size.
 
-    ``ends`` has the last row of each run. If ``value`` is in `AXES`, such as the batch, nothing is checked, because
-    runs may then differ in length.
+    ``ends`` has the last row of each run. The size includes the batch and the tokens.
     """
-    if value in AXES:  # with another batch, a run has another number of steps
-        return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
     for end in sorted(ends, key=lambda row: -row.number("step")):
         last = furthest.setdefault(tuple(end.values.get(axis) for axis in AXES), end)
@@ -312,6 +399,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
+    firsts: dict[str, list[LoggedRow]] = {}  # the first row of each curve, by size
     for file in logs.others:
         rows = rows_of(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
@@ -337,6 +425,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
             if seed is not None:
                 _require_new(seen, (name, seed), str(file), "size and seed")
             found.setdefault(name, []).append(points := _points(run, time))
+            firsts.setdefault(name, []).append(run[0])
             if all(math.isfinite(value) for _, value in points):
                 _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
         if len(rows) < len(every):
@@ -351,9 +440,34 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
         raise InputError(
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add a column width"
         )
+    _refuse_repeated_curves(firsts, found, path, loss)
     if any(sized):  # else the names of files are the sizes
         unused.update(unused_numbers(logs.others, path, used))
     return {name: found[name] for name in sorted(found, key=by_numbers)}, sorted(unused)
+
+
+def _refuse_repeated_curves(
+    rows: Mapping[str, Sequence[LoggedRow]], curves: Mapping[str, Sequence[Points]], root: Path, loss: str
+) -> None:
+    """Raise InputError if two curves of one size and without a seed seem to be one run.
+
+    ``rows`` has the first row of each curve, and ``curves`` its points, by size. Curves are one run by the rules of
+    :func:`_refuse_one_run`, or if they have the same losses, as far as these are printed, at :data:`LEAST_SHARED`
+    times or more. A few losses may be equal by chance.
+    """
+    for name in rows:
+        _refuse_one_run(rows[name], name, root, loss)
+        pairs = zip(rows[name], map(dict, curves[name]), strict=True)
+        unseeded = [
+            (row, curve, max(map(_decimals, list(curve.values())[:100])))
+            for row, curve in pairs
+            if row.seed() is None
+        ]
+        for (row, curve, own), (other, repeat, others) in combinations(unseeded, 2):
+            shared = curve.keys() & repeat.keys()
+            digits = min(own, others)
+            if len(shared) >= LEAST_SHARED and all(_is_rounded(curve[at], repeat[at], digits) for at in shared):
+                _require_new({None: row.place}, None, other.place, "losses")
 
 
 def _refuse_missing_losses(rows: Sequence[LoggedRow], axes: Iterable[str], time: str) -> None:
