@@ -480,15 +480,8 @@ def test_a_rounded_copy_is_no_second_seed(tmp_path: Path) -> None:
     write(tmp_path / "results.csv", runs)
     for digits, step in product((3, 4), (1, -1)):
         write(tmp_path / "paper.csv", [run | {"loss": round(float(run["loss"]), digits)} for run in runs][::step])
-        with pytest.raises(InputError, match=r"row \d+ repeats the loss of .*: row \d+, as far as it is printed"):
+        with pytest.raises(InputError, match=r"row \d+ repeats the loss of .*paper\.csv: row \d+, and at this size"):
             transfer_of_runs(tmp_path)
-    write(tmp_path / "paper.csv", [run | {"loss": float(np.float32(run["loss"]))} for run in runs])
-    with pytest.raises(InputError, match="as far as it is printed"):
-        transfer_of_runs(tmp_path)
-    few = [run | {"loss": float(run["loss"]) + seed} for run in runs for seed in (0, 0.01, -0.01)]
-    write(tmp_path / "paper.csv", [run | {"loss": f"{run['loss']:.3f}"} for run in few])
-    with pytest.raises(InputError, match="as far as it is printed"):
-        transfer_of_runs(tmp_path)
     # Other seeds, of which one table has rounded losses, and runs whose losses are equal for a single value.
     other = without("seed")(rows({64: -6.0, 128: -6.0}, 0.002, seeds=3, random=np.random.default_rng(1)))
     write(tmp_path / "paper.csv", [run | {"loss": f"{run['loss']:.3f}"} for run in other])
@@ -597,11 +590,11 @@ def test_unfinished_runs_are_found_if_the_batch_is_the_value(tmp_path: Path) -> 
         transfer_of_runs(tmp_path / "runs", "batch")
     (run / "a.tfevents").write_bytes(EVENT(4, float_val=[math.nan]))
     transfer_of_runs(tmp_path / "runs", "batch")
-    table: list[dict[str, Any]] = [
+    table = [
         {"width": width, "batch": batch, "step": 1024 // batch, "state": "finished", "loss": 3 + batch / 1e3 + seed}
         for width, batch, seed in product((64, 128), (8, 16, 32), (0, 1))
     ]
-    crashed: dict[str, Any] = {**table[0], "seed": 9, "state": "crashed"}
+    crashed = {**table[0], "seed": 9, "state": "crashed"}
     transfer_of_runs(write(tmp_path / "a.csv", [run | {"seed": ""} for run in table] + [crashed]), "batch")
     lines = [run | {"seed": at} for at, run in enumerate([*table, crashed | {"step": 20}])]
     with pytest.raises(InputError, match="row 13: this run has step 20 and the state crashed, and finished runs of"):

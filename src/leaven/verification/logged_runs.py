@@ -45,7 +45,6 @@ RUN_NAMES = {"name", "run", "run_name", "run name", "run_id", "run id"}  # colum
 UNFINISHED = {"crashed", "failed", "killed", "running", "preempted"}  # values of the column "state" in W&B
 MOST_LENGTHS = 20  # the most values of tokens for which rows with equal other columns are runs, and no loss curve
 FLOAT32 = 1.2e-7  # the relative precision of losses in TensorBoard
-LEAST_ROUNDED = 4  # the least number of losses that a table and its rounded copy have
 LEAST_SHARED = 8  # the least number of equal steps that two loss curves have
 
 
@@ -143,7 +142,6 @@ def _runs_by_size(
             first = next(iter(runs.values()))
             _refuse_one_run([*runs.values()], _numbers_of(first, [*axes, value]), path, loss)
         _refuse_copies(runs.values() for runs in values.values())
-    _refuse_rounded([*runs.values()] for values in found.values() for runs in values.values())
     unfinished = [] if logs.own else _unfinished(rows, axes, value)
     return losses, axes, [*columns, *unused_numbers(logs.others, path, used)], unfinished
 
@@ -251,56 +249,38 @@ def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
-    """Raise InputError if runs seem to be copies, because they have the same loss.
+    """Raise InputError if runs seem to be copies: they have the same loss as another run at the same value.
 
-    ``values`` has the runs of each value. Two runs of one value may have the same loss by chance, because logs
-    round losses. Runs count as copies only if at least two values have several runs, and each such value has two runs
-    with the same loss. Diverged runs are ignored.
+    ``values`` has the runs of each value. Runs count as copies if at least two values have several runs, and all
+    values with several runs repeat a loss. A single value may repeat a loss by chance, because logs round losses.
+    With losses that one of two tables has rounded, half of the runs must repeat one. Diverged runs are ignored.
     """
     twins = []
+    values = [[*rows] for rows in values]
+    digits = dict[Path | None, int]()  # by file
+    for row in [row for rows in values for row in rows if math.isfinite(row.loss())]:
+        digits[row.source] = max(_decimals(row.loss()), digits.get(row.source, 0))
     for rows in values:
         firsts: dict[float, LoggedRow] = {}
         runs = [row for row in rows if math.isfinite(row.loss())]
         if len(runs) > 1:
-            twins.append([(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row])
+            same = [(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row]
+            rounded = [
+                (row, first)
+                for number, row in enumerate(runs)
+                for first in runs[:number]
+                if None in (row.seed(), first.seed())
+                and row.source != first.source
+                and _is_rounded(row.loss(), first.loss(), min(digits[row.source], digits[first.source]))
+            ]
+            halves = min(len({id(row) for row, _ in rounded}), len({id(first) for _, first in rounded}))
+            twins.append(same or (rounded if 2 * halves >= len(runs) else []))
     if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
-            f"{row.place} repeats the loss of {first.place}, and at this size, losses repeat at every value with "
-            "several runs; the repeats are probably copies: remove them, or write the losses with more digits"
+            f"{row.place} repeats the loss of {first.place}, and at this size, every value with several runs has "
+            "such a repeated loss; these runs are probably copies: remove them, or write losses with more digits"
         )
-
-
-def _refuse_rounded(runs: Iterable[Sequence[LoggedRow]]) -> None:
-    """Raise InputError if a table has the losses of another one with fewer digits, and one of the two has no seeds.
-
-    ``runs`` has the runs of each size and value. The tables must have :data:`LEAST_ROUNDED` losses or more at the
-    same sizes and values, and all of them must be equal, because a few may be equal by chance.
-    """
-    digits = dict[str, int]()  # by table
-    equal: dict[tuple[str, str], list[tuple[LoggedRow, LoggedRow, bool]]] = {}  # by the two tables
-    cells = [[(str(row.source), row) for row in rows if math.isfinite(row.loss())] for rows in runs]
-    for table, row in [each for rows in cells for each in rows]:
-        digits[table] = max(_decimals(row.loss()), digits.get(table, 0))
-    for rows in cells:
-        tables: dict[str, list[LoggedRow]] = {}
-        for table, row in sorted(rows, key=lambda each: each[1].loss()):
-            tables.setdefault(table, []).append(row)
-        for (one, of_one), (other, of_other) in combinations(sorted(tables.items()), 2):
-            few, many = sorted((of_one, of_other), key=len)
-            least = min(digits[one], digits[other])
-            for number, row in enumerate(few):
-                twins = many[number : number + 1 + len(many) - len(few)]
-                same = [twin for twin in twins if _is_rounded(row.loss(), twin.loss(), least)]
-                unseeded = None in (row.seed(), twins[0].seed())
-                equal.setdefault((one, other), []).append((row, (same or twins)[0], unseeded and bool(same)))
-    for pairs in equal.values():
-        if len(pairs) >= LEAST_ROUNDED and all(same for *_, same in pairs):
-            row, twin, _ = pairs[0]
-            raise InputError(
-                f"{row.place} repeats the loss of {twin.place}, as far as it is printed, and so do all rows of these "
-                "files at the same sizes and values; remove one of the files, or write losses with more digits"
-            )
 
 
 def _is_rounded(loss: float, other: float, digits: int) -> bool:
