@@ -308,7 +308,7 @@ def test_the_dictionary_of_a_row_group_is_read_once(tmp_path: Path, monkeypatch:
     parquet.write_table(pa.table({"text": pa.array(texts).dictionary_encode()}), path, row_group_size=4_000)
     assert [row.text for row in File("x.parquet", path).rows()] == texts
     monkeypatch.setattr(readers, "column_rows", lambda chunks: map(len, chunks))
-    assert [*File("x.parquet", path).rows()] == [4_000, 1_000]
+    assert [str(size) for size in File("x.parquet", path).rows()] == ["4000", "1000"]
 
 
 def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_nanotron_says_which_pipeline_schedules_it_has(tiny: Recipe) -> None:
     )
 
 
-@pytest.mark.parametrize(("zero", "says"), [(0, " is written as 3"), (1, " is written as 3"), (3, "")])
+@pytest.mark.parametrize(("zero", "says"), [(0, " becomes 3"), (1, " becomes 3"), (3, "")])
 def test_litgpt_uses_fsdp_on_several_devices_only(tiny: Recipe, zero: int, says: str) -> None:
     several, one = (
         [
