@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
+from textwrap import shorten
 
 from leaven.errors import InputError
 
@@ -38,6 +39,7 @@ _CHANGE = re.compile(r"(?<!\w)([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=
 _BEFORE_COMMAND = {"", "if", "elif", "then", "else", "while", "until", "do", "!", "{", "("}
 _BEFORE_ASSIGNMENT = {"", "then", "else", "do", "export", "declare", "local", "readonly", "typeset"}
 _OPTIONS_WITH_VALUE = {"read": "dinNptu", "readarray": "dnOsuCc", "mapfile": "dnOsuCc"}
+_BLOCKS = dict.fromkeys(("for", "select", "while", "until"), "done") | {"if": "fi", "case": "esac", "{": "}"}
 _NO_PROGRAM = {"echo", "printf", "[", "[[", "test"}  # flags after these are text
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
@@ -205,39 +207,50 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.opened = 0  # blocks opened so far
-        self._open: list[int] = []  # the number of each open block
+        self._open: list[tuple[int, str]] = []  # number and last word of each open block
 
     def read(self, word: str) -> None:
         """Open or close a block if ``word``, with which a command begins, does so."""
-        if word in {"if", "for", "select", "while", "until", "case", "{"}:
-            self._begin()
-        elif word in {"fi", "done", "esac", "}"}:
-            del self._open[-1:]
-        elif self._open and (word in {"else", "elif"} or ";;" in word):  # the next branch
+        if word in _BLOCKS:
+            self._begin(_BLOCKS[word])
+        elif self._open and word == self._open[-1][1]:
             self._open.pop()
-            self._begin()
+        elif self._open and word in {"else", "elif"}:
+            self.next_branch()
 
-    def _begin(self) -> None:
+    def next_branch(self) -> None:
+        """Close the last block, and open one like it."""
+        if self._open:
+            self._begin(self._open.pop()[1])
+
+    def _begin(self, last: str) -> None:
         self.opened += 1
-        self._open.append(self.opened)
+        self._open.append((self.opened, last))
 
     def still_in(self, opened: int) -> bool:
-        """Whether a place in which ``opened`` blocks had been opened always runs before this one."""
-        return not self._open or self._open[-1] <= opened
+        """Whether this place can be reached only from the block that was open when ``opened`` blocks were opened."""
+        return not self._open or self._open[-1][0] <= opened
 
 
 @dataclass
 class _Command:
     """What is known of a command while its words are read. An array is one command, too."""
 
-    variable: str = ""  # the variable that the command may set: that of the assignment before
+    number: int
+    variable: str = ""  # the variable of the assignment before, in which the command's words may be
     array: bool = False
+    is_text: bool = False  # part of a text after echo
     program: str = ""  # the first word, without keywords of the shell and variables
     script: str = ""  # the last word that names a script
     has_flag: bool = False
     trains: bool = False
     arguments: list[str] = field(default_factory=list)  # variables before the first flag
-    taken: int = 0  # how many of these are no arguments of the script, such as that of a launcher
+    before_script: int = 0  # how many of these are before the program or script, such as a launcher
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the command is only a text or a test."""
+        return self.is_text or (self.program in _NO_PROGRAM and not self.trains)
 
 
 class _Script:
@@ -263,102 +276,121 @@ class _Script:
         self._inside: dict[str, list[str]] = {}  # variables in an array or text without flags: its variable -> names
         self._with_flags: set[str] = set()  # variables that contain flags
         self._waiting: list[list[str]] = []  # the variables of each command without a flag
-        self._trains = False  # whether a command trains
-        self._aside: dict[int, str] = {}  # commands that do not train, or only if no other does -> "" or their script
+        self._asides: set[int] = set()  # numbers of commands that are only texts
+        self._others: set[int] = set()  # numbers of commands that run a script that does not train
+        self._trains = False  # whether the script names one that trains
+        self._flag = ""
+        self._current: list[str] | None = None  # the words after the last flag of the command, if it has one
+        self._command = _Command(0)
+        self._variable, self._array = "", False  # of the next command
+        self._joined = False  # whether && or || is before the command
         self._read(_words(text))
         for name in self._changed:
             self.values.pop(name, None)
         self._find_loose()
 
     def _read(self, words: deque[str]) -> None:
-        current: list[str] | None = None
-        number, flag, word, text_ends = 0, "", "", -1
-        command, following = _Command(), _Command()
-        joined = False  # by && or ||
+        word, text_ends = "", -1
         while words:
             if len(words) <= text_ends:  # the text after echo has ended
                 text_ends = -1
             before, word = word, words.popleft()
+            self._command.is_text = text_ends >= 0
             self._require_hyphens(word)
-            if before in _BEFORE_COMMAND or _END.fullmatch(before):
+            if before in _BEFORE_COMMAND or before.endswith("()") or _END.fullmatch(before):
                 self._set_by_command(word, words)
-            if before.strip():
-                joined = before in {"&&", "||"}
-            if text_ends >= 0:
-                self._aside[number] = ""
+            self._joined = before in {"&&", "||"} if before.strip() else self._joined
             closes = word.count(")") - word.count("(") if word.endswith(")") else 0
             if word.split() != [word] and _FLAG.search(word):
-                if command.program in {"echo", "printf"} and not command.trains and not _TRAINING.search(word):
+                if self._command.program in {"echo", "printf"} and not _TRAINING.search(word):
                     text_ends = max(text_ends, len(words))
                 words.extendleft(reversed(_words_in_quotes(word, before)))
                 word = ""  # a command can begin here
             elif 0 < closes < len(word) and word.endswith(")" * closes):
                 words.extendleft([")", word[:-closes]])
             elif assigned := _ASSIGNMENT.fullmatch(word):
-                name, value = assigned.groups()
-                self._use(value)
-                alone = not words or _END.fullmatch(words[0]) or _ASSIGNMENT.match(words[0])
-                begins = before in _BEFORE_ASSIGNMENT or (_END.fullmatch(before) is not None and not joined)
-                if alone and begins and name not in self._used and self._blocks.still_in(self._changed.get(name, 0)):
-                    self._changed.pop(name, None)
-                    self.loops.pop(name, None)
-                values = self.values.setdefault(name, {})
-                following = _Command(name)
-                if _FLAG.match(value) or (value.startswith("(") and (")" not in value or value[1] in "-$)")):
-                    following.array = value.startswith("(") and value != "()"
-                    first = value.removeprefix("(")
-                    words.appendleft(first if first[:1] in "-$" else "")
-                elif value:
-                    values.setdefault(value)
-                words.appendleft(";")
+                self._assign(assigned[1], assigned[2], before, words)
             elif _END.fullmatch(word):
-                alone = word.isspace() and (len(words) < 2 or words[1].isspace())
-                value_may_follow = alone and not current and kind_of(_name(flag)) != "switch"
-                current = current if value_may_follow else None  # a word alone in its line may be a value
-                if not command.array or word == ")":
-                    self._end(command, number)
-                    command, following = following, _Command()
-                number += 1
+                self._end(word, words)
             elif word.startswith("--") and len(word) > 2:
-                flag, equals, value = word[2:].partition("=")
-                self._use(value)
-                current = self.flags.setdefault(_name(flag), {})[number] = [value] if equals else []
-                if not command.has_flag and (command.array or command.script or not command.program):
-                    self.loose += command.arguments[command.taken :]
-                command.has_flag = True
+                self._add_flag(*word[2:].partition("="))
             else:
-                argument = _is_argument(word)
-                if argument and (current != [] or kind_of(_name(flag)) == "switch"):
-                    plain = command.program in _NO_PROGRAM and not command.trains
-                    known = (current is not None or command.trains) and not plain and text_ends < 0
-                    (self.loose if known else command.arguments).append(word)
-                if current is not None:
-                    self._use(word)
-                    current += [word] if word.strip() else []
-                elif not argument and word not in _BEFORE_COMMAND:
-                    self._read_program(command, word)
-        self._end(command, number)
+                self._add_word(word)
+        self._close()
 
-    def _read_program(self, command: _Command, word: str) -> None:
-        """Record a word of a command before its flags that is no variable."""
-        command.program = command.program or word
-        command.taken = len(command.arguments)
-        if _TRAINING.search(word):
-            command.trains = self._trains = True
-        if _SCRIPT.search(word):
-            command.script = word
+    def _assign(self, name: str, value: str, before: str, words: deque[str]) -> None:
+        """Record a value of a variable. ``before`` and ``words`` are the words around the assignment."""
+        self._use(value)
+        self._trains |= _TRAINING.search(value) is not None
+        alone = not words or _END.fullmatch(words[0]) or _ASSIGNMENT.match(words[0])
+        begins = before in _BEFORE_ASSIGNMENT or (_END.fullmatch(before) and not self._joined)
+        if alone and begins and name not in self._used and self._blocks.still_in(self._changed.get(name, 0)):
+            self._changed.pop(name, None)
+            self.loops.pop(name, None)
+        values = self.values.setdefault(name, {})
+        in_array = self._command.array
+        if not in_array:
+            self._variable, self._array = name, False
+        if _FLAG.match(value) or (value.startswith("(") and (")" not in value or value[1] in "-$)")):
+            self._array = not in_array and value.startswith("(") and value != "()"
+            first = value.removeprefix("(")
+            words.appendleft(first if first[:1] in "-$" else "")
+        elif value:
+            values.setdefault(value)
+        words.appendleft(";")
 
-    def _end(self, command: _Command, number: int) -> None:
-        """Record what a command was, after its last word. ``number`` counts the commands."""
-        if command.program in _NO_PROGRAM and not command.trains:
-            self._aside[number] = ""
-        elif command.script and not command.trains:
-            self._aside[number] = command.script
-        if command.has_flag or command.trains:
-            self._with_flags |= {command.variable} - {""}
+    def _end(self, word: str, words: deque[str]) -> None:
+        """Record that ``word`` ends a command or a part of it. ``words`` are the words after it."""
+        alone = word.isspace() and (len(words) < 2 or words[1].isspace())
+        value_may_follow = alone and not self._current and kind_of(_name(self._flag)) != "switch"
+        self._current = self._current if value_may_follow else None  # a word alone in its line may be a value
+        if ";;" in word:
+            self._blocks.next_branch()
+        if self._command.array and word != ")":
+            self._command.number += 1
+            return
+        self._close()
+        self._command = _Command(self._command.number + 1, self._variable, self._array)
+        self._variable, self._array = "", False
+
+    def _add_flag(self, flag: str, equals: str, value: str) -> None:
+        command, self._flag = self._command, flag
+        self._use(value)
+        self._current = [value] if equals else []
+        self.flags.setdefault(_name(flag), {})[command.number] = self._current
+        if not command.has_flag and not command.is_aside and (command.array or command.script or not command.program):
+            self.loose += command.arguments[command.before_script :]
+        command.has_flag = True
+        if command.is_aside:
+            self._asides.add(command.number)
+
+    def _add_word(self, word: str) -> None:
+        """Record a word of a command that is no flag."""
+        command, argument = self._command, _is_argument(word)
+        if argument and (self._current != [] or kind_of(_name(self._flag)) == "switch"):
+            after_flag = self._current is not None or command.has_flag
+            may_be_flag = (after_flag or command.trains) and not command.is_aside
+            (self.loose if may_be_flag else command.arguments).append(word)
+        if self._current is not None:
+            self._use(word)
+            self._current += [word] if word.strip() else []
+        elif not argument and word not in _BEFORE_COMMAND and not word.endswith("()"):
+            command.program = command.program or word
+            command.before_script = len(command.arguments)
+            if _TRAINING.search(word):
+                command.trains = self._trains = True
+            command.script = word if _SCRIPT.search(word) else command.script
+
+    def _close(self) -> None:
+        """Record what the command was, after its last word."""
+        command = self._command
+        if command.script and not command.trains:
+            self._others.add(command.number)
+        if command.variable and (command.has_flag or command.trains):
+            self._with_flags.add(command.variable)
         elif command.variable:
             self._inside.setdefault(command.variable, []).extend(command.arguments)
-        if len(command.arguments) > 1 and command.program not in _NO_PROGRAM:
+        if len(command.arguments) > 1 and not command.is_aside:
             self._waiting.append(command.arguments)
 
     def _use(self, text: str) -> None:
@@ -377,8 +409,7 @@ class _Script:
         first = list(islice(words, MOST_WORDS))
         arguments = list(takewhile(lambda word: not _END.fullmatch(word), first))
         if command.startswith("((") or (loop and first[:1] and first[0].startswith("((")):
-            arithmetic, closed, _ = " ".join([command, *first]).partition("))")
-            self._change(arithmetic if closed else "")
+            self._change(" ".join([command, *first]).partition("))")[0])
         elif command == "let":
             for word in arguments:
                 if not re.fullmatch(r"[A-Za-z_]\w*=\d+", word):
@@ -404,8 +435,8 @@ class _Script:
             self.values.setdefault(name, {})[found[0]] = None
             return
         self._set(name)
-        named = found if len(found) <= MOST_NAMED else [*found[: MOST_NAMED - 1], "..."]
-        self.loops[name] = ", ".join(named).replace(_COMMAND, "$(...)")
+        named = [shorten(word.replace(_COMMAND, "$(...)"), 30, placeholder="...") for word in found[:MOST_NAMED]]
+        self.loops[name] = ", ".join(named if len(found) <= MOST_NAMED else [*named, "..."])
 
     def _values_of(self, variable: str) -> Iterable[str]:
         """Return the values that the lines read so far give to a variable such as ``${LR:-1}``, without the 1."""
@@ -442,25 +473,17 @@ class _Script:
     def require_one_precision(self) -> None:
         """Raise InputError if one command has both --bf16 and --fp16. A script may have them in two branches.
 
-        Only the one that the training command can have is kept, if another is in a text or for another program.
+        A precision that only a text or another program has, such as a converter, is removed beside the other.
         """
-        precisions = {flag: self.flags[flag] for flag in ("bf16", "fp16") if flag in self.flags}
-        if len(precisions) < 2:
+        given = {flag: self.flags[flag] for flag in ("bf16", "fp16") if flag in self.flags}
+        if len(given) < 2:
             return
-        possible = {
-            flag: {n: words for n, words in given.items() if not self._is_aside(n)}
-            for flag, given in precisions.items()
-        }
-        for flag in precisions if any(possible.values()) else ():
-            if not possible[flag]:
-                del self.flags[flag]
-        if possible["bf16"].keys() & possible["fp16"].keys():
+        aside = self._asides | (self._others if self._trains else set())
+        possible = {flag: commands.keys() - aside for flag, commands in given.items()}
+        if possible["bf16"] & possible["fp16"]:
             raise InputError(f"{self._origin}: --bf16 and --fp16: these are two precisions; remove one")
-
-    def _is_aside(self, number: int) -> bool:
-        """Whether the n-th command does not train."""
-        script = self._aside.get(number)
-        return script is not None and (script == "" or self._trains)
+        if any(possible.values()):
+            self.flags = {flag: words for flag, words in self.flags.items() if possible.get(flag, True)}
 
     def open_arguments(self) -> list[str]:
         """Return the unset variables in places where a flag is possible.
