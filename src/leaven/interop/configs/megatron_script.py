@@ -239,6 +239,7 @@ class _Command:
     number: int
     variable: str = ""  # the variable of the assignment before, in which the command's words may be
     array: bool = False
+    after_word: bool = False  # in an array: whether a word such as -o is in the line, and no flag
     is_text: bool = False  # part of a text after echo
     program: str = ""  # the first word, without keywords of the shell and variables
     script: str = ""  # the last word that names a script
@@ -348,6 +349,7 @@ class _Script:
             self._blocks.next_branch()
         if self._command.array and word != ")":
             self._command.number += 1
+            self._command.after_word = False
             return
         self._close()
         self._command = _Command(self._command.number + 1, self._variable, self._array)
@@ -360,14 +362,15 @@ class _Script:
         self.flags.setdefault(_name(flag), {})[command.number] = self._current
         if not command.has_flag and not command.is_aside and (command.array or command.script or not command.program):
             self.loose += command.arguments[command.before_script :]
-        command.has_flag = True
+        command.has_flag, command.after_word = True, False
         if command.is_aside:
             self._asides.add(command.number)
 
     def _add_word(self, word: str) -> None:
         """Record a word of a command that is no flag."""
         command, argument = self._command, _is_argument(word)
-        if argument and (self._current != [] or kind_of(_name(self._flag)) == "switch"):
+        is_value = self._current == [] and kind_of(_name(self._flag)) != "switch"
+        if argument and not is_value and not command.after_word:
             after_flag = self._current is not None or command.has_flag
             may_be_flag = (after_flag or command.trains) and not command.is_aside
             (self.loose if may_be_flag else command.arguments).append(word)
@@ -376,6 +379,7 @@ class _Script:
             self._current += [word] if word.strip() else []
         elif not argument and word not in _BEFORE_COMMAND and not word.endswith("()"):
             command.program = command.program or word
+            command.after_word = command.array
             command.before_script = len(command.arguments)
             if _TRAINING.search(word):
                 command.trains = self._trains = True
