@@ -184,7 +184,7 @@ def test_a_cell_with_an_open_quote_does_not_hide_rows(tmp_path: Path) -> None:
     for note in ("x" * 200_000, '"' + "x" * 200_000):
         write(file, [*lines[:4], lines[4] | {"note": note}])
         with pytest.raises(
-            InputError, match="line 6 has a cell with more than 131,072 characters, or one without its"
+            InputError, match="line 6 has a cell with more than 131,072 characters, or a cell without its"
         ):
             transfer_of_runs(file)
     notes = ('"a, b"', '5" disk', '"said ""ok"""', "", '" "', '"first, or so\nthen, again"', '"two\r\n\r\nlines"')
@@ -473,33 +473,6 @@ def test_a_copied_folder_of_tensorboard_is_no_second_seed(tmp_path: Path) -> Non
         InputError, match=r"width64-lr0\.0078125/run0 repeats the losses of .*old/.*/run0; remove one"
     ):
         transfer_of_runs(tmp_path)
-
-
-def test_a_rounded_copy_is_no_second_seed(tmp_path: Path) -> None:
-    runs = without("seed")(rows({64: -6.0, 128: -6.0}, 0.001, seeds=1))
-    write(tmp_path / "results.csv", runs)
-    for digits, step in product((3, 4), (1, -1)):
-        write(tmp_path / "paper.csv", [run | {"loss": round(float(run["loss"]), digits)} for run in runs][::step])
-        with pytest.raises(InputError, match=r"row \d+ repeats the loss of .*paper\.csv: row \d+, and at this size"):
-            transfer_of_runs(tmp_path)
-    # Other seeds, of which one table has rounded losses, and runs whose losses are equal for a single value.
-    other = without("seed")(rows({64: -6.0, 128: -6.0}, 0.002, seeds=3, random=np.random.default_rng(1)))
-    write(tmp_path / "paper.csv", [run | {"loss": f"{run['loss']:.3f}"} for run in other])
-    assert transfer_of_runs(tmp_path).settings["seeds"] == 4
-    once = [run for run in runs if run["lr"] == 2.0**-6]
-    write(tmp_path / "paper.csv", [run | {"loss": f"{run['loss']:.4f}"} for run in once])
-    assert transfer_of_runs(tmp_path).settings["seeds"] == "1 to 2"
-    (tmp_path / "50m").mkdir()
-    for name, more in (("a", 0.0), ("b", 1e-3)):
-        lines = [line | {"loss": float(line["loss"]) + 1 / 300 + more} for line in curve()]
-        write(tmp_path / "50m" / f"{name}.csv", lines)
-    write(tmp_path / "50m" / "c.csv", [line | {"loss": f"{line['loss']:.3f}"} for line in lines])
-    (tmp_path / "results.csv").unlink()
-    (tmp_path / "paper.csv").unlink()
-    with pytest.raises(InputError, match=r"50m/c\.csv: row 1 repeats the losses of .*50m/b\.csv: row 1; remove one"):
-        curves_of(tmp_path)
-    (tmp_path / "50m" / "c.csv").unlink()
-    assert [len(of) for of in curves_of(tmp_path).values()] == [2]
 
 
 def test_a_run_in_two_formats_is_one_seed(tmp_path: Path) -> None:
@@ -1149,12 +1122,12 @@ def tensorboard_event(step: int = 1, shape: Sequence[int] = (), **tensor: Any) -
 EVENT = tensorboard_event
 DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "many elements": (lambda: EVENT(shape=[3 * 10**9]), r"loss is 'a tensor of shape \[3000000000\]', which"),
-    "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\]\); remove the file"),
-    "resource": (lambda: EVENT(dtype=20), "tfevents is damaged at byte 0: .*a tensor of type 20"),
-    "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*a tensor of type 0"),
+    "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\], with"),
+    "resource": (lambda: EVENT(dtype=20), "tfevents is damaged at byte 0: .*type 20"),
+    "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*type 0"),
     "no text": (lambda: EVENT(dtype=7), "tfevents is damaged at byte 0: the record cannot be read"),
     "odd size": (lambda: EVENT(tensor_content=b"abc"), "tfevents is damaged at byte 0: the record cannot be read"),
-    "odd bfloat16": (lambda: EVENT(dtype=14, tensor_content=b"abc"), "tfevents is damaged at byte 0: .*of type 14"),
+    "odd bfloat16": (lambda: EVENT(dtype=14, tensor_content=b"abc"), "tfevents is damaged at byte 0: .*type 14"),
     "no event": (lambda: tensorboard_record(b"\xff" * 9), "tfevents is damaged at byte 0: the record cannot be read"),
     "checksum": (lambda: EVENT() + EVENT()[:-1] + b"x", r"tfevents is damaged at byte \d+: a checksum is wrong"),
     "cut": (lambda: EVENT()[:-1], r"\(a.tfevents is cut within the record at byte 0\) has no column loss"),

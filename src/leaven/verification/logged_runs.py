@@ -5,11 +5,10 @@ The logs are read by ``logged_rows.py``.
 
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
-from decimal import Decimal
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ PROGRESS = re.compile(
 RUN_NAMES = {"name", "run", "run_name", "run name", "run_id", "run id"}  # columns that may name the run
 UNFINISHED = {"crashed", "failed", "killed", "running", "preempted"}  # values of the column "state" in W&B
 MOST_LENGTHS = 20  # the most values of tokens for which rows with equal other columns are runs, and no loss curve
-FLOAT32 = 1.2e-7  # the relative precision of losses in TensorBoard
 LEAST_SHARED = 8  # the least number of equal steps that two loss curves have
 
 
@@ -253,45 +251,20 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
 
     ``values`` has the runs of each value. Runs count as copies if at least two values have several runs, and all
     values with several runs repeat a loss. A single value may repeat a loss by chance, because logs round losses.
-    With losses that one of two tables has rounded, half of the runs must repeat one. Diverged runs are ignored.
+    Diverged runs are ignored.
     """
     twins = []
-    values = [[*rows] for rows in values]
-    digits = dict[Path | None, int]()  # by file
-    for row in [row for rows in values for row in rows if math.isfinite(row.loss())]:
-        digits[row.source] = max(_decimals(row.loss()), digits.get(row.source, 0))
     for rows in values:
         firsts: dict[float, LoggedRow] = {}
         runs = [row for row in rows if math.isfinite(row.loss())]
         if len(runs) > 1:
-            same = [(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row]
-            rounded = [
-                (row, first)
-                for number, row in enumerate(runs)
-                for first in runs[:number]
-                if None in (row.seed(), first.seed())
-                and row.source != first.source
-                and _is_rounded(row.loss(), first.loss(), min(digits[row.source], digits[first.source]))
-            ]
-            halves = min(len({id(row) for row, _ in rounded}), len({id(first) for _, first in rounded}))
-            twins.append(same or (rounded if 2 * halves >= len(runs) else []))
+            twins.append([(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row])
     if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
             f"{row.place} repeats the loss of {first.place}, and at this size, every value with several runs has "
             "such a repeated loss; these runs are probably copies: remove them, or write losses with more digits"
         )
-
-
-def _is_rounded(loss: float, other: float, digits: int) -> bool:
-    """Return whether two losses are equal if rounded to ``digits`` after the point, at least 3, or to fp32."""
-    return digits >= 3 and abs(loss - other) <= max(0.5001 * 10.0**-digits, FLOAT32 * abs(loss))
-
-
-def _decimals(loss: float) -> int:
-    """Return the number of digits after the point of a loss."""
-    exponent = Decimal(repr(loss)).as_tuple().exponent
-    return -exponent if isinstance(exponent, int) else 0
 
 
 def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
@@ -367,7 +340,9 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
     return _curves(path, RunLogs.at(path, loss), loss)[0]
 
 
-def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points]], list[str]]:
+def _curves(  # noqa: PLR0912 (one branch for each way in which curves cannot be compared)
+    path: Path, logs: RunLogs, loss: str
+) -> tuple[dict[str, list[Points]], list[str]]:
     """Return (loss curves by size, names of unused data). Raise InputError as :func:`curves_of`.
 
     The unused data are columns, and numbers in the paths of runs, that the check does not use.
@@ -420,34 +395,11 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
         raise InputError(
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add a column width"
         )
-    _refuse_repeated_curves(firsts, found, path, loss)
+    for name, rows in firsts.items():
+        _refuse_one_run(rows, name, path, loss)
     if any(sized):  # else the names of files are the sizes
         unused.update(unused_numbers(logs.others, path, used))
     return {name: found[name] for name in sorted(found, key=by_numbers)}, sorted(unused)
-
-
-def _refuse_repeated_curves(
-    rows: Mapping[str, Sequence[LoggedRow]], curves: Mapping[str, Sequence[Points]], root: Path, loss: str
-) -> None:
-    """Raise InputError if two curves of one size and without a seed seem to be one run.
-
-    ``rows`` has the first row of each curve, and ``curves`` its points, by size. Curves are one run by the rules of
-    :func:`_refuse_one_run`, or if they have the same losses, as far as these are printed, at :data:`LEAST_SHARED`
-    times or more. A few losses may be equal by chance.
-    """
-    for name in rows:
-        _refuse_one_run(rows[name], name, root, loss)
-        pairs = zip(rows[name], map(dict, curves[name]), strict=True)
-        unseeded = [
-            (row, curve, max(map(_decimals, list(curve.values())[:100])))
-            for row, curve in pairs
-            if row.seed() is None
-        ]
-        for (row, curve, own), (other, repeat, others) in combinations(unseeded, 2):
-            shared = curve.keys() & repeat.keys()
-            digits = min(own, others)
-            if len(shared) >= LEAST_SHARED and all(_is_rounded(curve[at], repeat[at], digits) for at in shared):
-                _require_new({None: row.place}, None, other.place, "losses")
 
 
 def _refuse_missing_losses(rows: Sequence[LoggedRow], axes: Iterable[str], time: str) -> None:
