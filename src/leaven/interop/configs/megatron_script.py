@@ -432,10 +432,10 @@ class _Script:
             return
         found: list[str] = []
         for word in words[1:]:
-            values = list(self._values_of(word))
+            values = [] if self._changed.keys() & _OPEN.findall(word) else list(self._values_of(word))
             found += values[0].split(maxsplit=MOST_WORDS) if len(values) == 1 else [word]
         found = list(dict.fromkeys(found))
-        if len(found) == 1 and not re.search(r"[${}*?\[]|^--", found[0]):
+        if len(found) == 1 and not re.search(r"[${}*?\[()\s]|^--", found[0]):
             self.values.setdefault(name, {})[found[0]] = None
             return
         self._set(name)
@@ -483,11 +483,11 @@ class _Script:
         if len(given) < 2:
             return
         aside = self._asides | (self._others if self._trains else set())
-        possible = {flag: commands.keys() - aside for flag, commands in given.items()}
+        possible: dict[str, set[int]] = {flag: commands.keys() - aside for flag, commands in given.items()}
         if possible["bf16"] & possible["fp16"]:
             raise InputError(f"{self._origin}: --bf16 and --fp16: these are two precisions; remove one")
         if any(possible.values()):
-            self.flags = {flag: words for flag, words in self.flags.items() if possible.get(flag, True)}
+            self.flags = {flag: words for flag, words in self.flags.items() if possible.get(flag, {0})}
 
     def open_arguments(self) -> list[str]:
         """Return the unset variables in places where a flag is possible.
