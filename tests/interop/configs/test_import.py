@@ -180,7 +180,7 @@ def test_grouped_queries_have_one_group_unless_the_script_gives_a_number() -> No
         ("--train-iters 1000 --lr-warmup-iters 0", 0, "--lr-warmup-iters"),
     ],
 )
-def test_a_warmup_of_0_counts_as_not_given(flags: str, steps: int, why: str) -> None:
+def test_a_warmup_flag_of_0_leaves_the_other_one(flags: str, steps: int, why: str) -> None:
     recipe = from_megatron.read(f"{MINIMAL} --global-batch-size 8 {flags}", "args.sh", "x").recipe
     assert recipe.schedule.warmup_tokens == steps * 8 * 128
     assert recipe.why["schedule.warmup_tokens"] == why
@@ -205,6 +205,23 @@ def test_two_precisions_in_two_branches_are_listed() -> None:
     assert found.recipe.precision.compute == "bf16"
     line = "precision.compute: the script has --bf16 and --fp16 in different places; bf16 is used"
     assert line in found.unknown
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        'echo "usage: $0 --bf16 | --fp16"',
+        'echo "--bf16 or" "--fp16"',
+        '[ $# -lt 1 ] && { echo "usage: $0 (--bf16 or --fp16)"; exit; }',
+        "python convert.py --bf16 &&",
+        'if [ "$1" == --bf16 ]; then MORE=; fi',
+    ],
+)
+def test_the_precision_of_a_text_or_another_program_does_not_count(other: str) -> None:
+    for command in ("torchrun pretrain_gpt.py", "SCRIPT=pretrain_gpt.py\ntorchrun $SCRIPT"):
+        found = from_megatron.read(f"{other}\n{command} {SHAPE} --fp16", "args.sh", "x")
+        assert found.recipe.precision.compute == "fp16"
+        assert not any("precision" in line for line in found.unknown)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +252,8 @@ SHAPE = f"{MINIMAL} --vocab-size 512"
         ("LR=$((1+1))", "--lr ($(...) or 3e-4) has"),
         ("LR=3e-4\nDEBUG=(--mock-data --lr 1)  # no command uses it", "--lr (1 or 3e-4) has"),
         ("LR=3e-4\npython tools/convert.py --lr 7", "--lr (7 or 3e-4) has"),
-        ("LR=3e-4\nfor LR in 1e-4 6e-4; do echo; done", "--lr (3e-4 or 1e-4 or 6e-4) has"),
+        ("LR=3e-4\nfor LR in 1e-4; do echo; done", "--lr (3e-4 or 1e-4) has"),
         ("LR=3e-4\nbash -c 'for LR in 1e-4; do ./pretrain.sh --lr $LR; done'", "--lr (3e-4 or 1e-4) has"),
-        ("RATES='1e-4 6e-4'\nfor LR in $RATES 1; do", "--lr (1e-4 or 6e-4 or 1 or 3e-4) has"),
         ("MORE=(\n  --layernorm_epsilon 1\n)\nMORE+=(--norm-epsilon=2)", "--norm-epsilon (1 or 2) has"),
         (f"LR=3e-4; torchrun pretrain_gpt.py {SHAPE} --lr 1", "--lr (1 or 3e-4) has"),
     ],
@@ -283,15 +299,46 @@ torchrun pretrain_gpt.py {SHAPE} --lr 7 --lr 3e-4 --bf16 2>&1
         ("$* $1 ${10} ${2:-x}", ["$*", "$1", "$10", "$2"]),
         ("${@:2} $@", ["$@"]),
         ('"${MORE[@]}" $EXTRA', ["$@", "$3"]),  # their values are arguments of the script, too
+        ('--bf16 "$@"', ["$@"]),
+        ("${LIST[@]}", ["$4"]),
     ],
 )
 def test_arguments_of_the_script_may_be_flags(arguments: str, names: list[str]) -> None:
-    text = f'MORE="$@"; EXTRA=$3\ntorchrun pretrain_gpt.py {SHAPE} --data-path $1 --lr 1 {arguments} 2>&1'
+    text = (
+        f'MORE="$@"; EXTRA=$3; LIST+=("$4")\ntorchrun pretrain_gpt.py {SHAPE} --data-path $1 --lr 1 {arguments} 2>&1'
+    )
     unset = ": its flags are unknown until the script runs"
     unknown = from_megatron.read(text, "args.sh", "x").unknown
     assert [line.removesuffix(unset) for line in unknown if line.endswith(unset)] == names
 
 
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("python train.py $FLAGS $1", ["$1"]),
+        ("CMD='python train.py'; CMD=\"$CMD $FLAGS\"\n$CMD $1", ["$1"]),
+        ("$MORE python train.py $1 $FLAGS --lr 1", ["$1"]),
+        ("$1 --lr 1", ["$1"]),
+        ("LIST=(\n  $1\n  --lr 1\n  -o $2 $3\n  $4\n)", ["$1", "$4"]),
+        ("torchrun pretrain_gpt.py $1", ["$1"]),
+        ('echo pretrain_gpt.py --lr 1 "$@"', ["$@"]),
+        ("$1 torchrun pretrain_gpt.py $FLAGS > $2", []),
+        ('torchrun pretrain_gpt.py $FLAGS &> "$1"; date 2> $1', []),
+        ("while read LINE; do echo $LINE; done < $1", []),
+        ('grep x <<< "$X"; cat $FILE > $LOG', []),
+        ('if [[ "$1" == --debug || $2 == x || -n "$3" ]]; then :; fi', []),
+        ('case $1 in\n--lr) POS+=("$2") ;;\n*) POS+=("$1") ;;\nesac', []),
+        ('run() { echo "+ $@"; "$@"; }\nrun date', []),
+        ('log() { echo "--lr $1 $2"; printf "%s" $FLAGS $2; }', []),
+        ('HF_TOKEN="$2"; python convert.py $1 $2', []),
+    ],
+)
+def test_where_arguments_of_the_script_may_be_flags(script: str, names: list[str]) -> None:
+    found = parse_flags(f'FLAGS="--seed 1 --bf16"\n{script}', "x")
+    assert [name for name in found if name.startswith("$")] == names
+
+
+@pytest.mark.parametrize("lr", ["$LR", "${LR:-1}"])
 @pytest.mark.parametrize(
     "script",
     [
@@ -306,13 +353,48 @@ def test_arguments_of_the_script_may_be_flags(arguments: str, names: list[str]) 
         "for LR in ${RATES[@]}; do",
         'for LR in "$@"; do',
         "for LR; do",
+        "for LR do",
+        "for LR in 1 2; do",
+        'for LR in "1 2"; do',
+        'A=(1); for LR in "${A[@]}"; do',
+        "LR=1; for LR in 1 1.5; do",
+        "for LR in 1 2\ndo if true; then LR=1; fi",
+        "for LR in 1 2; do echo; done; for N in 1 2; do LR=1",
+        "read LR\n[ $LR ] || LR=1",
+        "read LR\n[ $LR ] ||\n  LR=1",
+        "read LR; LR=${LR:-1}",
+        "read LR; LR=1 date",
+        "N=1; let N*=2; for LR in $N; do",
+        "if true; then read LR; else LR=1; fi",
+        "case $1 in a) read LR ;; *) LR=1 ;; esac",
+        "for LR in 1 2; do ARGS='--lr-decay-style $LR'; done; LR=1",
+        "read -n1 -p LR? LR",
+        "read -ra LR",
+        "mapfile -t LR",
     ],
 )
-def test_a_variable_that_the_script_changes_is_unknown(script: str) -> None:
-    found = from_megatron.read(f"{script}\ntorchrun pretrain_gpt.py {SHAPE} --lr $LR\ndone", "args.sh", "x")
+def test_a_variable_that_the_script_changes_is_unknown(script: str, lr: str) -> None:
+    found = from_megatron.read(f"{script}\ntorchrun pretrain_gpt.py {SHAPE} --lr {lr}\ndone", "args.sh", "x")
     assert any(
-        line.startswith("--lr: $") and line.endswith(" is unknown until the script runs") for line in found.unknown
+        line.startswith("--lr: $LR") and line.endswith(" is unknown until the script runs") for line in found.unknown
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("1 2 3", "1, 2, 3"),
+        ("$SEEDS 9", "7, 8, 9"),
+        ("1 2 3 4 5", "1, 2, 3, 4, ..."),
+        ("{1..3}", "{1..3}"),
+        ("$(seq 3)", "$(...)"),
+        ('"$@"', "$@"),
+    ],
+)
+def test_a_line_names_the_words_of_a_loop(words: str, named: str) -> None:
+    script = f"SEEDS='7 8'\nfor S in {words}; do torchrun pretrain_gpt.py {SHAPE} --micro-batch-size $S; done"
+    found = from_megatron.read(script, "args.sh", "x")
+    assert f"--micro-batch-size: $S (in a loop over {named}) is unknown until the script runs" in found.unknown
 
 
 @pytest.mark.parametrize(
@@ -324,6 +406,15 @@ def test_a_variable_that_the_script_changes_is_unknown(script: str) -> None:
         "LR=3e-4\nif (( LR == 1 || LR <= 2 || LR != 3 )); then N=1; fi",
         "LR=3e-4\nfor N in 1 2 3; do (( N += 1 )); read -p LR? N; done",
         "LR=3e-4\necho for LR in 1e-4; printf read LR",
+        "for LR in a b; do tar xf $LR; done\nLR=3e-4",
+        "for LR in a b; do LR=3e-4",
+        "RATE=3e-4; for LR in $RATE; do",
+        "read LR; LR=3e-4",
+        "(( LR *= 2 )); LR=3e-4",
+        "LR=3e-4\nread -p LR N; read -r -p LR ok; read -rp LR ok; mapfile -n LR N",
+        'LR=3e-4\necho "loss ((LR=3)) ok"',
+        "LR=3e-4\ncat > x.py <<'EOF'\nfor LR in range(3):\n    print(LR)\nfor LR in x: pass\nEOF\n",
+        "cat > x.py <<'EOF'\nfor LR in range(3):\n    print(LR)\nEOF\nLR=3e-4",
     ],
 )
 def test_a_variable_that_the_script_only_reads_keeps_its_value(script: str) -> None:
@@ -348,12 +439,30 @@ def test_a_script_that_grows_without_end_is_refused(script: str, says: str) -> N
         from_megatron.read(f"{MINIMAL}\n{script}", "args.sh", "x")
 
 
-@pytest.mark.parametrize("unclosed", ["$((", "$(", "${N:-", "A=(", "((N=", "do for N in ", "do read N "])
+@pytest.mark.parametrize(
+    "unclosed", ["$((", "$(", "${N:-", "A=(", "((N=", "do for N in ", "do read N ", "((", "\n((N "]
+)
 def test_a_script_is_read_in_linear_time(unclosed: str) -> None:
     start = time.process_time()
     with refused("No closing parenthesis") if unclosed.startswith("$(") else nullcontext():
         parse_flags("--lr 1;" + unclosed * (130_000 // len(unclosed)), "x")
     assert time.process_time() - start < 8  # below 0.5 s; in quadratic time 22 s and more
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"(({'a' * 120_000}))",
+        "".join(f"for A in {' '.join(f'{n}x{i}' for i in range(48))}; do\n" for n in range(100))
+        + "for B in $A\n" * 100,
+        "".join(f"for A in {i}; do\n" for i in range(7000)),
+    ],
+    ids=["a long name", "loops over one name", "loops over one word"],
+)
+def test_loops_and_arithmetic_are_read_in_linear_time(script: str) -> None:
+    start = time.process_time()
+    parse_flags(f"--lr 1\n{script}", "x")
+    assert time.process_time() - start < 8  # below 0.5 s; in quadratic time 17 s and more
 
 
 def test_commands_inside_commands_are_one_unknown_value() -> None:

@@ -49,16 +49,17 @@ def _read_flags(text: str, draft: Draft) -> Settings:
     """Return the known flags. Add unknown flags to ``draft.unread``, and unset variables to ``draft.unknown``."""
     origin = draft.origin
     flags = Settings(draft, origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
-    for flag, words in parse_flags(text, origin).items():
+    parsed = parse_flags(text, origin)
+    for flag, words in parsed.items():
         if flag.startswith("$"):
-            line = f"{', '.join(open_variables(flag))}: its flags are unknown until the script runs"
+            line = f"{', '.join(open_variables(flag, parsed.loops))}: its flags are unknown until the script runs"
             draft.unknown += [] if line in draft.unknown else [line]
             continue
         for unsupported, what in TABLE["unsupported"].items():
             if fnmatchcase(flag.replace("_", "-"), unsupported):
                 raise InputError(f"{origin}: --{flag}: leaven does not have {what}")
         kind = kind_of(flag)
-        unset = [variable for word in words[:1] for variable in open_variables(word)]
+        unset = [variable for word in words[:1] for variable in open_variables(word, parsed.loops)]
         if kind is None:
             draft.unread.append(f"--{flag}")
         elif kind == "switch":
@@ -309,7 +310,7 @@ def _batch_and_duration(given: Settings, length: int) -> None:
     elif "global-batch-size" in given:
         draft.set("batch.tokens", given["global-batch-size"] * length, "--global-batch-size x --seq-length")
         words = given["rampup-batch-size"].split()
-        if words and (len(words) != 3 or any(open_variables(word) for word in words)):
+        if words and (len(words) != 3 or "$" in " ".join(words)):
             draft.unknown.append(f"--rampup-batch-size {' '.join(words)}: needs START INCREMENT SAMPLES as numbers")
         elif words:
             label = given.label("rampup-batch-size")
@@ -368,7 +369,7 @@ def _schedule(given: Settings, length: int) -> None:
     if end is not None and duration is not None and end != duration:
         draft.unread.append(f"--lr-decay-samples or -iters: {end:,} tokens; leaven's schedule ends with the run")
     flags = ("lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
-    # A flag of 0 counts as not given, as in Megatron.
+    # 0 is Megatron's default of -samples and -iters. Megatron refuses -fraction, even of 0, beside one that is not 0.
     counting = [flag for flag in flags if flag in given and given[flag] != 0]
     warmup = None
     if counting and counting[0] == "lr-warmup-fraction":
