@@ -966,7 +966,7 @@ def test_the_logarithm_of_a_value_and_the_next_name_are_no_part_of_it(tmp_path: 
     for number, log in enumerate(("log2-lr-", "log-lr-", "ln-lr-", "ln_lr-", "log10-lr", "log10.lr-")):
         names = [f"width{w}-{log}{lr}" for w, lr in product((64, 128), (6, 7, 8))]
         column = log.rstrip("-")
-        with pytest.raises(InputError, match=f"has no column lr; its columns are width, step, loss"):
+        with pytest.raises(InputError, match="has no column lr; its columns are width, step, loss"):
             transfer_of_runs(tensorboard_runs(tmp_path / f"l{number}", *names))
         negative = number != 4
         if negative:
