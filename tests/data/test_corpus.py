@@ -301,6 +301,16 @@ def test_every_arrow_type_of_strings_is_read(tmp_path: Path, kind: pa.DataType) 
         opened(path, text="id")
 
 
+def test_the_dictionary_of_a_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """arrow builds the whole dictionary for each read, so reads of a few rows take quadratic time."""
+    texts = [f"text {number}" for number in range(5_000)]
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"text": pa.array(texts).dictionary_encode()}), path, row_group_size=4_000)
+    assert [row.text for row in File("x.parquet", path).rows()] == texts
+    monkeypatch.setattr(readers, "column_rows", lambda chunks: map(len, chunks))
+    assert [str(size) for size in File("x.parquet", path).rows()] == ["4000", "1000"]
+
+
 def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
     rows = [f"row {number}".encode() for number in range(600)]
     rows[300] = b"caf\xe9"
@@ -461,7 +471,7 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
 
     shards("train-{n}.txt", 0, 2)
     line = f"data.source '{tmp_path}/*.txt': by their names, there should be 3 files, but 1 is missing: "
-    end = "; if a download was interrupted, repeat it"
+    end = "; if a download was interrupted, repeat it, or name only the files that you want, such as train-0000[02]-*"
     assert notes("*.txt") == (f"{line}{tmp_path}/train-00001-of-00003.txt{end}",)
     assert notes("**/*") == (notes("*.txt")[0].replace("*.txt", "**/*"),)
     # Patterns that choose some files on purpose.
@@ -487,8 +497,65 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
     (note,) = notes("[cd]/*.txt")
     files = f"{tmp_path}/c/train-00000-of-00003-*.txt, {tmp_path}/c/train-00001-of-00003-*.txt"
     assert f"there should be 12 files, but 9 are missing: {files}, {tmp_path}/d/a-00001-of-00009.txt, ...; if" in note
+    assert note.endswith(", such as train-00002-*")
     data = Data(source=f"{tmp_path}/[cd]/*.txt", tokens=1_024)
     assert prepare(data, 300, tmp_path / "cache").lost == (note,)
+
+
+def test_a_shard_in_another_folder_of_the_source_is_not_missing(tmp_path: Path) -> None:
+    """Some tools spread the files of a set over folders; a user moves a file to a folder for validation."""
+    for number in range(10):
+        (folder := tmp_path / f"{number % 3}").mkdir(exist_ok=True)
+        (folder / f"part-{number:05}-of-00010.txt").write_text("text")
+
+    def notes(pattern: str) -> tuple[str, ...]:
+        return source_parts(DataSource(source=f"{tmp_path}/{pattern}")).lost
+
+    assert notes("**/*.txt") == notes("*/*.txt") == ()
+    (note,) = notes("[01]/*.txt")  # these files of the set are not in the source
+    names = ", ".join(f"part-{number:05}-of-00010.txt" for number in (2, 5, 8))
+    assert f"there should be 10 files, but 3 are missing: {names}; if a download" in note
+    assert note.endswith(", such as part-0000[0134679]-*")
+    (tmp_path / "0" / "part-00009-of-00010.txt").unlink()
+    (note,) = notes("**/*.txt")  # nobody knows in which folder it was
+    assert "there should be 10 files, but 1 is missing: part-00009-of-00010.txt; if a download" in note
+    # The same files in two snapshots of a data set.
+    for snapshot in ("abc", "def"):
+        (folder := tmp_path / "snapshots" / snapshot).mkdir(parents=True)
+        for number in (0, 1, 3):
+            (folder / f"train-{number:05}-of-00004.txt").write_text(snapshot)
+    assert "4 files, but 1 is missing: train-00002-of-00004.txt; if" in notes("snapshots/**/*.txt")[0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "count", "missing", "chosen"),
+    [
+        ((0, 1, 2), "01000", "997 are missing: {}/x-00003-of-01000.txt, {}/x-00004-of-01000.txt, ", "x-0000[0-2]-*"),
+        ((5, 6, 8, 21), "01000", "996 are missing: {}/x-00000-of-01000.txt, ", "x-0000[568]-*"),
+        ((10, 12), "00013", "11 are missing: {}/x-00000-of-00013.txt, ", "x-0001[02]-*"),
+        ((0, 2), "000003", "1 is missing: {}/x-000001-of-000003.txt; ", "x-00000[02]-*"),
+        ((1,), "999999", "999,998 are missing: {}/x-000000-of-999999.txt, {}/x-000002-of-999999.txt,", "x-000001-*"),
+    ],
+)
+def test_the_note_of_missing_files_says_how_to_choose_some_files(
+    tmp_path: Path, numbers: tuple[int, ...], count: str, missing: str, chosen: str
+) -> None:
+    for number in numbers:
+        (tmp_path / f"x-{number:0{len(count)}}-of-{count}.txt").write_text("text")
+
+    def notes(pattern: str) -> tuple[str, ...]:
+        return source_parts(DataSource(source=f"{tmp_path}/{pattern}")).lost
+
+    began = time.process_time()
+    (note,) = notes("*.txt")
+    assert time.process_time() - began < 2  # making 999,998 paths takes many seconds
+    assert missing.format(tmp_path, tmp_path) in note
+    assert note.endswith(f", or name only the files that you want, such as {chosen}")
+    assert notes(chosen) == ()
+    if count == "01000":  # a pattern with digits, and one with brackets that any number matches
+        (some,) = notes("x-0000*.txt")
+        assert f"{10 - sum(number < 10 for number in numbers)} are missing: {tmp_path}/x-0000" in some
+        assert notes("x-[0-9]*.txt")[0].partition(": by")[2] == note.partition(": by")[2]
 
 
 def test_a_folder_or_pipe_with_the_name_of_a_file_is_named(tmp_path: Path) -> None:

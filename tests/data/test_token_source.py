@@ -219,7 +219,9 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
     (tmp_path / "again.bin").hardlink_to(tmp_path / "train.bin")
     for again in ("again.bin", "copy2.bin"):
         nanogpt(tmp_path / "copy2.bin", TEXTS)
-        with refused(f"{tmp_path}/{again} and {tmp_path}/train.bin have the same token ids", "to both"):
+        with refused(
+            f"{tmp_path}/{again} and {tmp_path}/train.bin have the same token ids", "in both sources or in neither"
+        ):
             prepare([*one(f"{tmp_path}/{again}"), trained])
     # A link to a file without a link to its index has other ends of documents.
     (tmp_path / "ids.bin").symlink_to(megatron(tmp_path / "indexed.bin", TEXTS[:9]))

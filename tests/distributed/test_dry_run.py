@@ -75,7 +75,8 @@ def test_a_dry_run_finds_the_memory_of_real_processes(
     real, dry = ranks(recipe.layout.ranks, taken, recipe)[rank], fresh(recipe, rank, "cpu")
     assert dry.stays.total() == pytest.approx(real.stays.total(), rel=LIMITS["between steps"])
     assert dry.peak.total() == pytest.approx(real.peak.total(), rel=LIMITS["peak"])
-    assert dry.peak["logits"] == real.peak["logits"]
+    # Real collectives have buffers of their own, so the peak may be at another moment.
+    assert dry.peak["logits"] == pytest.approx(real.peak["logits"], rel=LIMITS["peak"])
 
 
 def fresh(recipe: Recipe, rank: int, device: str) -> StepMemory:

@@ -167,7 +167,7 @@ WIDER, DEEPER, LONGER = {"width": 32}, {"depth": 4}, {"tokens": 40_960, "batch_t
 def test_init_and_rule_never_both_scale_the_std(tiny: Recipe, init: str, rule: str) -> None:
     """Where a named init is allowed, the rule does not change it and no branch is scaled twice."""
     start = named(tiny, init, **{"scaling.rule": rule})
-    for grown, says in ((WIDER, "would scale it again"), (DEEPER, "the depth would count twice"), (LONGER, "")):
+    for grown, says in ((WIDER, "would also scale this std"), (DEEPER, "the depth would count twice"), (LONGER, "")):
         scales = rule in {"completep", "complete-d-p"}
         same_at_any_depth = init in {"small-init", "fan-in"}
         refused = (grown is WIDER and rule != "standard") or (grown is DEEPER and scales and not same_at_any_depth)

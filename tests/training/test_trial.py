@@ -281,7 +281,7 @@ BASE = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240}
         (WSD, (3_000, 3_584), "3,000 tokens are not a whole number of batches; take 2,816 or 3,072"),
         (WSD, (1_024, 3_584), "1,024 tokens do not exceed the warm-up of 1,024"),
         (WSD, (3_584, 10_240_000), "10,240,000 tokens read .* times, which"),
-        (WSD | {"scaling.base": BASE}, DURATIONS, "rule complete-d-p gives each duration different hyperparameters"),
+        (WSD | {"scaling.base": BASE}, DURATIONS, "rule complete-d-p gives each duration other hyperparameters"),
     ],
 )
 def test_durations_without_a_common_trunk_are_refused(

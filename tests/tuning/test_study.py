@@ -652,7 +652,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("other settings: text was .*, is now x", {"text": "x"}),
     ("other settings: noise was not set, is now 0.5", {"noise": 0.5}),
     ("other settings: durations", {"store": "wsd.db", "out": "wsd", "change": {"schedule.decay": "wsd"}}),
-    ('durations: with decay = "cosine" they cannot share one run', {"durations": (1024, 2048)}),
+    ('durations: with decay = "cosine", several durations cannot share one run', {"durations": (1024, 2048)}),
     ("other settings: method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "new.db"}),

@@ -184,7 +184,7 @@ def test_a_cell_with_an_open_quote_does_not_hide_rows(tmp_path: Path) -> None:
     for note in ("x" * 200_000, '"' + "x" * 200_000):
         write(file, [*lines[:4], lines[4] | {"note": note}])
         with pytest.raises(
-            InputError, match="line 6 has a cell with more than 131,072 characters, or one without its"
+            InputError, match="line 6 has a cell with more than 131,072 characters, or a cell without its"
         ):
             transfer_of_runs(file)
     notes = ('"a, b"', '5" disk', '"said ""ok"""', "", '" "', '"first, or so\nthen, again"', '"two\r\n\r\nlines"')
@@ -503,6 +503,135 @@ def test_a_copied_folder_of_tensorboard_is_no_second_seed(tmp_path: Path) -> Non
         InputError, match=r"width64-lr0\.0078125/run0 repeats the losses of .*old/.*/run0; remove one"
     ):
         transfer_of_runs(tmp_path)
+
+
+def test_a_run_in_two_formats_is_one_seed(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = rows({64: -6.0, 128: -6.0}, 0.001, seeds=1)
+    for run in runs:
+        name = f"width{run['width']}-lr{run['lr']}"
+        for folder, seed in (("none", ""), ("seeds", "-seed0")):
+            (of := tmp_path / folder / f"{name}{seed}").mkdir(parents=True)
+            (of / "a.tfevents").write_bytes(EVENT(9, float_val=[run["loss"]]))
+    message = r"summary\.csv: row \d+ \(a table\) .*and .*both of width \d+, lr .*, as if they were one run; move one"
+    for folder in ("none", "seeds"):
+        write(tmp_path / folder / "summary.csv", [run | {"seed": ""} for run in runs])
+        with pytest.raises(InputError, match=message if folder == "none" else message.replace("summary", ".*")):
+            transfer_of_runs(tmp_path / folder)
+    write(tmp_path / "seeds" / "summary.csv", [run | {"seed": 1, "loss": float(run["loss"]) + 0.001} for run in runs])
+    assert transfer_of_runs(tmp_path / "seeds").settings["seeds"] == 2
+    write(tmp_path / "none" / "summary.csv", [run | {"lr": float(run["lr"]) / 1.5} for run in runs])
+    assert transfer_of_runs(tmp_path / "none").settings["seeds"] == 1  # other values
+    (tmp_path / "curves" / "50m" / "wandb").mkdir(parents=True)
+    theirs = Path(__file__).parents[1] / "tuning" / "wandb" / "offline.wandb"
+    shutil.copy(theirs, tmp_path / "curves" / "50m" / "wandb" / "run-x.wandb")
+    with SummaryWriter(tmp_path / "curves" / "50m") as writer:
+        writer.add_scalar("val/loss", 3.0, 10)
+    with pytest.raises(InputError, match=r"50m \(TensorBoard\) and .*\.wandb \(W&B\) are both of 50m, as if"):
+        curves_of(tmp_path / "curves", "val/loss")
+
+
+def test_folders_of_one_run_in_tensorboard_are_no_seeds(tmp_path: Path) -> None:
+    """Keras writes train and validation, and ``add_scalars`` of PyTorch writes loss_train and loss_val."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = rows({64: -6.0, 128: -7.0}, 0.001, seeds=1)
+    for run in runs:
+        name = f"width{run['width']}-lr{run['lr']}"
+        for split, more in (("val", 0.0), ("train", -0.1)):
+            (of := tmp_path / "keras" / name / split).mkdir(parents=True)
+            (of / "a.tfevents").write_bytes(EVENT(9, float_val=[float(run["loss"]) + more]))
+        shutil.copytree(tmp_path / "keras" / name / "val", tmp_path / "val" / name)
+        (of := tmp_path / "old" / "first" / name).mkdir(parents=True)
+        shutil.copytree(tmp_path / "keras" / name / "train", tmp_path / "old" / "second" / name)
+        (of / "a.tfevents").write_bytes(EVENT(9, float_val=[float(run["loss"]) + 0.002]))
+        with SummaryWriter(tmp_path / "pytorch" / name) as writer:
+            writer.add_scalars("loss", {"train": 1.0, "val": run["loss"]}, 9)
+        for number in (0, 1):
+            (of := tmp_path / "numbered" / f"run{number}" / name).mkdir(parents=True)
+            (of / "a.tfevents").write_bytes(EVENT(9, float_val=[float(run["loss"]) + 0.002 * number]))
+    message = (
+        "train and .*/val are both of width 128, lr .*, and differ only in names without a number, as if they we"
+    )
+    with pytest.raises(InputError, match=f"{message}.*read one of them with --loss val/loss, or if they are two"):
+        transfer_of_runs(tmp_path / "keras")
+    shutil.copytree(tmp_path / "keras", tmp_path / "seeded")
+    for folder in [*(tmp_path / "seeded").iterdir()]:
+        folder.rename(f"{folder}-seed0")
+    with pytest.raises(InputError, match="val repeats .*/train; read one of them with --loss val/loss, or name anot"):
+        transfer_of_runs(tmp_path / "seeded")
+    assert transfer_of_runs(tmp_path / "seeded", loss="val/loss").settings["seeds"] == 1
+    with pytest.raises(InputError, match="first/.* and .*second/.*; move one of them elsewhere, or if they are"):
+        transfer_of_runs(tmp_path / "old")
+    expected = transfer_of_runs(tmp_path / "val")
+    assert expected.settings["seeds"] == 1
+    assert transfer_of_runs(tmp_path / "keras", loss="val/loss").rows == expected.rows
+    assert transfer_of_runs(tmp_path / "numbered").settings["seeds"] == 2
+    with pytest.raises(
+        InputError, match="it has no columns; name the loss with --loss, or as --loss loss_val/TAG if"
+    ):
+        transfer_of_runs(tmp_path / "pytorch")
+    assert transfer_of_runs(tmp_path / "pytorch", loss="loss_val/loss").rows == expected.rows
+    for width, split in product((64, 128), ("train", "val")):
+        (of := tmp_path / "curves" / f"width{width}" / split).mkdir(parents=True)
+        content = [EVENT(step, float_val=[loss + (split == "val")]) for step, loss in points(width)]
+        (of / "a.tfevents").write_bytes(b"".join(content))
+    with pytest.raises(InputError, match="both of width 128, and differ only in names without a number"):
+        curves_of(tmp_path / "curves")
+    found = curves_of(tmp_path / "curves", loss="train/loss")
+    assert {name: len(of) for name, of in found.items()} == {"width 64": 1, "width 128": 1}
+
+
+def test_unfinished_runs_are_found_if_the_batch_is_the_value(tmp_path: Path) -> None:
+    for width, batch, seed in product((64, 128), (8, 16, 32, 64), (0, 1)):
+        (run := tmp_path / "runs" / f"width{width}-batch{batch}-seed{seed}").mkdir(parents=True)
+        (run / "a.tfevents").write_bytes(EVENT(1024 // batch, float_val=[3 + abs(batch - 20) / 100 + seed / 1e4]))
+    assert transfer_of_runs(tmp_path / "runs", "batch").settings["seeds"] == 2
+    (run / "a.tfevents").write_bytes(EVENT(4, float_val=[4.0]))
+    with pytest.raises(InputError, match="width128-batch64-seed1 ends at step 4, and .*batch64-seed0 at 16; finish"):
+        transfer_of_runs(tmp_path / "runs", "batch")
+    (run / "a.tfevents").write_bytes(EVENT(4, float_val=[math.nan]))
+    transfer_of_runs(tmp_path / "runs", "batch")
+    table = [
+        {"width": width, "batch": batch, "step": 1024 // batch, "state": "finished", "loss": 3 + batch / 1e3 + seed}
+        for width, batch, seed in product((64, 128), (8, 16, 32), (0, 1))
+    ]
+    crashed = {**table[0], "seed": 9, "state": "crashed"}
+    transfer_of_runs(write(tmp_path / "a.csv", [run | {"seed": ""} for run in table] + [crashed]), "batch")
+    lines = [run | {"seed": at} for at, run in enumerate([*table, crashed | {"step": 20}])]
+    with pytest.raises(InputError, match="row 13: this run has step 20 and the state crashed, and finished runs of"):
+        transfer_of_runs(write(tmp_path / "a.csv", lines), "batch")
+
+
+def test_names_that_end_in_a_digit_or_occur_twice(tmp_path: Path) -> None:
+    for number, more in enumerate(("beta2=0.{}", "beta2_0.{}", "adam_b2-0.{}", "l2=0.{}", "beta1=0.9_beta2=0.{}")):
+        names = [f"width{w}-lr{lr}-{more.format(b)}" for w, lr, b in product((64, 128), (1, 2, 4), (9, 95))]
+        folder = tensorboard_runs(tmp_path / f"a{number}", *names)
+        name = "beta2" if "beta2" in more else more[: more.index("2") + 1]
+        assert transfer_of_runs(folder).settings["columns not used"] == [name, "step"]
+    names = [f"width{w}-b2_0.{b}" for w, b in product((64, 128), (9, 95, 99))]
+    assert transfer_of_runs(tensorboard_runs(tmp_path / "b", *names), "b2").settings["b2"] == [0.9, 0.95, 0.99]
+    # After the size, value or seed, a second number is no part of the name, and neither are the numbers of runs.
+    names = [
+        f"run{run}-2024/width8-0.5-lr{lr}-seed{seed}_7-width{8}"
+        for run, lr, seed in product((1, 2), (1, 2, 4), (0, 1))
+    ]
+    names = [name.replace("width8", f"width{8 * int(name[3])}") for name in names]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "c", *names))
+    assert document.settings["scales"] == ["width 8", "width 16"]
+    assert document.settings["columns not used"] == ["run", "step"]
+    for name, wrong in (
+        ("width64-muon-lr0.02-adam-lr0.003", "lr is 0.02 and 0.003; rename all but one, e.g. with _ for - before lr"),
+        ("width64/lr1/head-width16", "width is 64 and 16; rename"),
+    ):
+        with pytest.raises(InputError, match=wrong):
+            transfer_of_runs(tensorboard_runs(tmp_path / name[-4:], name))
+    names = [
+        f"trial{a}/trial{b}-width{w}-lr{lr}" for a, (b, w, lr) in enumerate(product((1, 2), (64, 128), (1, 2, 4)))
+    ]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "d", *names))
+    assert document.settings["columns not used"] == ["step", "trial"]
 
 
 @pytest.mark.parametrize("changed", ["metrics", "events"])
@@ -1066,12 +1195,12 @@ def tensorboard_event(step: int = 1, shape: Sequence[int] = (), **tensor: Any) -
 EVENT = tensorboard_event
 DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "many elements": (lambda: EVENT(shape=[3 * 10**9]), r"loss is 'a tensor of shape \[3000000000\]', which"),
-    "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\]\); remove the file"),
-    "resource": (lambda: EVENT(dtype=20), "tfevents is damaged at byte 0: .*a tensor of type 20"),
-    "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*a tensor of type 0"),
+    "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\], with"),
+    "resource": (lambda: EVENT(dtype=20), "tfevents is damaged at byte 0: .*type 20"),
+    "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*type 0"),
     "no text": (lambda: EVENT(dtype=7), "tfevents is damaged at byte 0: the record cannot be read"),
     "odd size": (lambda: EVENT(tensor_content=b"abc"), "tfevents is damaged at byte 0: the record cannot be read"),
-    "odd bfloat16": (lambda: EVENT(dtype=14, tensor_content=b"abc"), "tfevents is damaged at byte 0: .*of type 14"),
+    "odd bfloat16": (lambda: EVENT(dtype=14, tensor_content=b"abc"), "tfevents is damaged at byte 0: .*type 14"),
     "no event": (lambda: tensorboard_record(b"\xff" * 9), "tfevents is damaged at byte 0: the record cannot be read"),
     "checksum": (lambda: EVENT() + EVENT()[:-1] + b"x", r"tfevents is damaged at byte \d+: a checksum is wrong"),
     "cut": (lambda: EVENT()[:-1], r"\(a.tfevents is cut within the record at byte 0\) has no column loss"),

@@ -5,8 +5,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import escape, has_magic
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,9 @@ LONGEST_LINE, LARGEST_TEXT = 2**27, 2**32
 SETTLED_NS = 2 * 10**9
 """A file that changed less than this many ns ago may change again without a new modification time."""
 
+_ROWS = 256  # rows whose texts are decoded at a time
+# Rows of a column with a dictionary that are read at a time: each read builds the whole dictionary of a row group.
+_DICTIONARY_ROWS = 2**20
 
 NAMED_SHARDS = 3  # number of missing files that a note names
 # The set, number and count of names such as train-00002-of-00003.parquet. Older files of the Hugging Face Hub have a
@@ -56,46 +61,92 @@ def file_identity(path: Path) -> Hashable:
     return found.st_dev, found.st_ino
 
 
-def missing_shards(
-    source: str, files: Iterable[Path], matches: Callable[[str], bool] = lambda name: True
-) -> Iterator[str]:
+def missing_shards(source: str, files: Iterable[Path], pattern: str | None = None) -> Iterator[str]:
     """Yield a note if files are missing, according to names such as train-00002-of-00003.parquet.
 
-    Numbers begin at 0, or at 1 if the file with the last number exists (00003 in a set of 3). Missing files that the
-    source does not match are ignored, because a user may choose only some of the files on purpose.
+    Names that differ only in the number are one set, also if the files are in several folders. Numbers begin at 0, or
+    at 1 if the file with the last number exists (00003 in a set of 3). Missing files that the source does not match
+    are ignored, because a user may choose only some of the files on purpose.
 
     Args:
         source: the source, as the recipe names it.
         files: the files of the source.
-        matches: whether the source matches a file of this name.
+        pattern: the name or pattern of names in ``source``; None if the source is a folder.
     """
-    sets: dict[tuple[Path, str, int], dict[int, re.Match[str]]] = {}
+    sets: dict[tuple[str, str], dict[int, re.Match[str]]] = {}
+    folders: dict[tuple[str, str], set[Path]] = {}
     for path in files:
         if found := _SHARD.fullmatch(path.name):
-            sets.setdefault((path.parent, found["set"], int(found["count"])), {})[int(found["number"])] = found
-    missing: dict[Path, None] = {}  # a set that keeps the order
-    total = 0
-    for (folder, _, count), shards in sets.items():
-        first = int(count in shards)
-        numbers = range(first, first + count)
-        # Numbers outside of this range mean something else.
-        if len(shards) == count or not (min(shards) in numbers and max(shards) in numbers):
-            continue
+            key = found["set"], found["count"]
+            sets.setdefault(key, {})[int(found["number"])] = found
+            folders.setdefault(key, set()).add(path.parent)
+    total, missing = 0, 0
+    named: list[str] = []
+    chosen = ""
+    for key, shards in sets.items():
         one = next(iter(shards.values()))
-        ending = ("-*" if one["hash"] else "") + one["ending"]
-        names = [f"{one['set']}{number:05}-of-{one['count']}{ending}" for number in numbers if number not in shards]
-        wanted = [name for name in names if matches(name)]
-        present = {*os.listdir(folder)} if wanted else set()  # the folder of a single file may not be listed
-        away = [folder / name for name in wanted if name not in present]
-        total += count if away else 0
-        missing |= dict.fromkeys(away)
+        away = _missing_numbers(shards, folders[key], pattern)
+        if not away:
+            continue
+        # With several folders, nobody knows which of them should have the file.
+        place = "" if len(folders[key]) > 1 else os.path.join(*folders[key], "")
+        total += int(one["count"])
+        missing += len(away)
+        named += [place + _shard_name(one, number) for number in away[:NAMED_SHARDS]]
+        chosen = chosen or (place if pattern is None else "") + _pattern_of(shards, one)
     if missing:
-        are = "is" if len(missing) == 1 else "are"
-        named = ", ".join([*map(str, [*missing][:NAMED_SHARDS]), *["..."] * (len(missing) > NAMED_SHARDS)])
+        are = "is" if missing == 1 else "are"
+        names = ", ".join([*named[:NAMED_SHARDS], *["..."] * (missing > NAMED_SHARDS)])
         yield (
-            f"data.source {source!r}: by their names, there should be {total:,} files, but {len(missing):,} {are} "
-            f"missing: {named}; if a download was interrupted, repeat it"
+            f"data.source {source!r}: by their names, there should be {total:,} files, but {missing:,} {are} "
+            f"missing: {names}; if a download was interrupted, repeat it, or name only the files that you want, such "
+            f"as {chosen}"
         )
+
+
+def _missing_numbers(
+    shards: Mapping[int, re.Match[str]], folders: Iterable[Path], pattern: str | None
+) -> Sequence[int]:
+    """Return the numbers of a set's files that ``pattern`` matches, but that are in none of the folders."""
+    one = next(iter(shards.values()))
+    count = int(one["count"])
+    first = int(count in shards)
+    numbers: Sequence[int] = range(first, first + count)
+    # Numbers outside of this range mean something else.
+    if len(shards) == count or not (min(shards) in numbers and max(shards) in numbers):
+        return []
+    if pattern is not None:
+        if not has_magic(pattern):
+            return []  # a single file
+        # The name with "\0" for its digits matches only if the number does not matter. It saves making every name.
+        any_number = _shard_name(one, "\0" * len(one["number"]))
+        if "[" in pattern or not fnmatch(any_number, pattern):
+            numbers = [number for number in numbers if fnmatch(_shard_name(one, number), pattern)]
+    away = [number for number in numbers if number not in shards]
+    if not away:
+        return []  # the folder of a few chosen files may not be listed
+    found = (_SHARD.fullmatch(name) for folder in folders for name in os.listdir(folder))
+    parts = ("set", "count", "ending")
+    present = {int(each["number"]) for each in found if each and each.group(*parts) == one.group(*parts)}
+    return [number for number in away if number not in present]
+
+
+def _shard_name(one: re.Match[str], number: int | str) -> str:
+    """Return the name of another file of the set of ``one``, with a wildcard for its hash. ``number`` may be its
+    digits."""
+    digits = number if isinstance(number, str) else f"{number:0{len(one['number'])}}"
+    return f"{one['set']}{digits}-of-{one['count']}{'-*' if one['hash'] else ''}{one['ending']}"
+
+
+def _pattern_of(numbers: Iterable[int], one: re.Match[str]) -> str:
+    """Return a pattern that matches the first files of a set, and no missing file, such as train-0000[0-2]-*."""
+    first = min(numbers)
+    last_digits = [number % 10 for number in sorted(numbers) if number // 10 == first // 10]
+    low, high = last_digits[0], last_digits[-1]
+    digits = f"{low}-{high}" if high - low + 1 == len(last_digits) > 2 else "".join(map(str, last_digits))
+    digits = f"[{digits}]" if len(last_digits) > 1 else digits
+    tens = f"{first:0{len(one['number'])}}"[:-1]
+    return f"{escape(one['set'])}{tens}{digits}-*"
 
 
 class TextRow(NamedTuple):
@@ -198,11 +249,12 @@ def _json_row(place: str, line: bytes, text: str) -> TextRow:
 
 def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
     _pyarrow(path)
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     with parquet.ParquetFile(path, page_checksum_verification=True) as file:
         require_text_column(file.schema_arrow, text)
-        yield from column_rows(rows.column(0) for rows in file.iter_batches(batch_size=256, columns=[text]))
+        size = _DICTIONARY_ROWS if types.is_dictionary(file.schema_arrow.field(text).type) else _ROWS
+        yield from column_rows(rows.column(0) for rows in file.iter_batches(batch_size=size, columns=[text]))
 
 
 def require_text_column(schema: Any, text: str) -> None:
@@ -227,7 +279,7 @@ def column_rows(chunks: Iterable[Any]) -> Iterator[TextRow]:
     import pyarrow
 
     number = 0
-    for encoded in chunks:
+    for encoded in (chunk.slice(start, _ROWS) for chunk in chunks for start in range(0, len(chunk), _ROWS)):
         chunk = encoded.dictionary_decode() if pyarrow.types.is_dictionary(encoded.type) else encoded
         # Rows are decoded one by one, because some may be invalid UTF-8.
         binary = pyarrow.large_binary() if pyarrow.types.is_large_string(chunk.type) else pyarrow.binary()

@@ -109,7 +109,7 @@ def _parts(source: DataSource) -> SourceParts:
     not_read = _NotRead({}, {})
     found = _files(source.source, not_read)
     last = storage.expanded(source.source).name  # a name, or a pattern of the names of files
-    missing = missing_shards(source.source, [path for _, path in found], lambda name: fnmatch(name, last))
+    missing = missing_shards(source.source, [path for _, path in found], last)
     lost = _lines([*not_read.notes(source.source), *missing])
     if found[0][1].suffix in TOKEN_SUFFIXES:
         ids, links = _without_links([TokenFile(key, path, source.dtype) for key, path in found])

@@ -10,8 +10,9 @@ import io
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ NUMBER = rf"{DIGITS}(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
 # its own.
 _NEXT = r"(?!width|depth|batch|tokens|seed)(?=[a-z_]+[=_-]*[1-9]\d?(?![\de]|\.\d+e))"
 LOG = rf"(?:log(?:2|10)_?{_NEXT}|(?<![a-z])(?:log(?:2|10)?|ln)[-.]{_NEXT})"
-# A name and its number, as part of a path. The groups are the name, the separator, the number, its unit, and what may
-# be more digits: _024 in width1_024, and b5 in tokens1b5. In lr3e-4b512, b is not a unit, but the next name.
+# A name and its number, as part of a path. The groups are the name, digits at its end (as in beta2=0.95), the
+# separator, the number, its unit, and what may be more digits: _024 in width1_024, and b5 in tokens1b5. In
+# lr3e-4b512, b is not a unit, but the next name. NO_COLUMN stands for a condition: in width2-0.95, the width is 2.
 NAMED = (
-    rf"((?:[a-z]+_)*(?:{LOG})?[a-z]+(?:_[a-z]+)*)([=_-]?){DIGITS}(?:([kmbt])(?=tok|[^a-z\d]|$))?"
+    rf"((?:[a-z]+_)*(?:{LOG})?[a-z]+(?:_[a-z]+)*)((?:\d+(?==\d)|NO_COLUMN\d(?=[_-]\d))?)([=_-]?){DIGITS}(?:([kmbt])(?=tok|[^a-z\d]|$))?"
     r"(_\d{3}(?![a-z\d]))?(?=([kmbtp]\d+)?)"
 )
 WANDB_ID = r"run-(\d{8}_\d{6}-)?[a-z\d]{8}(?=/|\.wandb$)"  # W&B's own names of folders and files
@@ -50,6 +52,7 @@ class LoggedRow:
 
     place: str  # for messages: the path and, for a row of a file, its number
     values: Mapping[str, Any]  # by column name
+    source: Path | None = None  # the file or folder with the row; None for a run of leaven
     other_loss: Any = None  # the value of the column "loss", if another column is read as the loss
 
     def has(self, column: str) -> bool:
@@ -189,6 +192,7 @@ class RunLogs:
             unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
             others = set()
         others -= _beside_hparams(others, loss)
+        others -= _beside_chosen(others, loss)
         others -= _older_results(others, loss, path, columns)
         names = [str(file.relative_to(path)) for file in sorted(unread)]
         return cls(sorted(own), sorted(others), names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"])
@@ -224,10 +228,30 @@ def _older_results(runs: Iterable[Path], loss: str, root: Path, columns: Collect
             events = [event for file in files for event in tensorboard_events(file, loss)]
             last = max((time for time, _, row in events if row.get(loss) is not None), default=0.0)
             numbers = _numbers(folder, root, columns)
-            run = (folder.parent, *(numbers.get(name) for name in sorted(columns)))
+            run = (folder.parent, *(str(numbers.get(name)) for name in sorted(columns)))
             older, newest[run] = sorted([newest.get(run, (last, folder)), (last, folder)])
             found |= {older[1]} - {newest[run][1]}
     return found
+
+
+def _beside_chosen(runs: Collection[Path], loss: str) -> set[Path]:
+    """Return the folders with event files that are no runs, because ``loss`` names another folder of the same run.
+
+    The loss val/loss is the tag "loss" in the folders called val, if they have this tag. Then the folders beside
+    them, such as train, and the one above them are left out.
+    """
+    chosen = {run for run in runs if run.is_dir() and _tag_in(run, loss) != loss}
+    above = {run.parent for run in chosen}
+    return {run for run in runs if run.is_dir() and (run in above or run.parent in above)} - chosen
+
+
+def _tag_in(folder: Path, loss: str) -> str:
+    """Return the tag of the loss in a folder with event files: "loss" for val/loss in a folder called val."""
+    if not loss.startswith(f"{folder.name}/"):
+        return loss
+    tags = {tag for file in folder.iterdir() if EVENTS in file.name for tag in tensorboard_tags(file)}
+    tag = loss.removeprefix(f"{folder.name}/")
+    return tag if tag in tags and loss not in tags else loss
 
 
 def is_one_run(path: Path) -> bool:
@@ -239,33 +263,43 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
     run's path below ``root``, for example ``width=64/lr=0.01``. Raise InputError if no point has the loss."""
     cut: list[str] = []
     if path.is_dir():
+        loss = _tag_in(path, loss)
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
         found = [row for file in events for row in tensorboard_rows(file, loss, cut.append)]
     else:
         found = list(wandb_rows(path, cut.append))
     place = f"{path} ({'; '.join(cut)})" if cut else str(path)
-    known = {name: number for name, number in _numbers(path, root, columns).items() if name in columns}
+    known = {name: numbers[0] for name, numbers in _numbers(path, root, columns).items() if name in columns}
     rows = [
-        LoggedRow(place, {**known, "step": step, "loss": row[loss]})
+        LoggedRow(place, {**known, "step": step, "loss": row[loss]}, path)
         for step, row in found
         if row.get(loss) is not None
     ]
     if not rows:
         names = ", ".join(sorted({name for _, row in found for name in row})) or "no columns"
-        raise InputError(f"{place} has no column {loss}; it has {names}; name the loss with --loss")
+        near = sorted(
+            file.parent
+            for folder in (() if not path.is_dir() else (path,) if path == root else (path, path.parent))
+            for file in folder.glob(f"*/*{EVENTS}*")
+            if not re.search(r"\d", file.parent.name) and file.parent != path
+        )
+        hint = f", or as --loss {near[-1].name}/TAG if it is in {near[-1]}" if near else ""
+        raise InputError(f"{place} has no column {loss}; it has {names}; name the loss with --loss{hint}")
     return rows
 
 
-def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, float]:
-    """Return the named numbers in a run's path below ``root``, such as {"width": 256.0} for ``width256``.
+def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, list[float]]:
+    """Return the named numbers in a run's path below ``root``, such as {"width": [256.0]} for ``width256``.
 
-    If the path has no width, a mup_width or model_width is returned as the width. It keeps its own name if
-    ``columns`` contains this name, or if the path has both. The same holds for the depth. Raise InputError if it is
-    unclear whether a text is one number or two.
+    If the path has no width, a mup_width or model_width is returned as the width, unless the path has both or
+    ``columns`` names it. The same holds for the depth. Raise InputError if a number may also be two numbers, or if
+    one of ``columns`` has several numbers.
     """
-    found = {}
+    found: dict[str, list[float]] = {}
     named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
-    for name, separator, number, unit, more, letter in re.findall(NAMED, named):
+    pattern = NAMED.replace("NO_COLUMN", "".join(f"(?<!{re.escape(column)})" for column in columns))
+    for letters, digit, separator, number, unit, more, letter in re.findall(pattern, named):
+        name = letters + digit
         used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
         if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
             where = f"{path}: {name}{number}{more} may be one number or two"
@@ -275,26 +309,32 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
             one = f"{number}.{letter[1:]}{letter[0].strip('p')}"
             where = f"{path}: {name}{number}{letter} may be one number or two"
             raise InputError(f"{where}; if it is one, write {one}; if it is two, write - before {letter[0]}")
-        logarithm = separator == "-" and re.search(
-            "(^|_)(log(2|10)|(log|ln)([-._]|lr|wd))", name
-        )  # in log2lr-8, - is a sign
-        found[name] = (-1 if logarithm else 1) * float(number) * UNITS[unit]
+        of_log = re.search("(^|_)(log(2|10)|(log|ln)([-._]|lr|wd))", name)
+        sign = -1 if of_log and separator == "-" else 1  # as in log2lr-8
+        found.setdefault(name, []).append(sign * float(number) * UNITS[unit])
     for size in {"width", "depth"} - found.keys():
         others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
         if len(others) == 1:
             found[size] = found.pop(others[0])
+    for name in found.keys() & {*columns}:
+        if len(numbers := dict.fromkeys(found[name])) > 1:
+            several = " and ".join(f"{number:g}" for number in numbers)
+            raise InputError(f"{path}: {name} is {several}; rename all but one, e.g. with _ for - before {name}")
     return found
 
 
 def unused_numbers(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
     """Return the names of numbers in run paths that differ between runs but are not in ``columns``.
 
-    For example, return ``decay`` if paths contain ``decay0.1`` and ``decay0.2``, or if only some contain
-    ``decay0.1``.
+    A number is unused if it is in no column, and if it differs between runs or some runs lack it. If runs have
+    different digits in a name, such as run1-2024 and run2-2024, the name is returned without them.
     """
     numbers = [_numbers(path, root, columns) for path in paths if is_one_run(path)]
-    names = {name for each in numbers for name in each}
-    return sorted(name for name in names - {*columns} if len({each.get(name) for each in numbers}) > 1)
+    stems = {name: name.rstrip("0123456789") for each in numbers for name in each}
+    in_one_run = {stem for each in numbers for stem, count in Counter(map(stems.get, each)).items() if count > 1}
+    several = {stem for stem, count in Counter(stems.values()).items() if count > 1} - in_one_run - {*columns}
+    found = {name for name in stems.keys() - {*columns} if len({str(each.get(name)) for each in numbers}) > 1}
+    return sorted({stems[name] if stems[name] in several else name for name in found})
 
 
 def rows_of(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
@@ -309,7 +349,11 @@ def rows_of(path: Path, root: Path, loss: str, columns: Collection[str]) -> list
         raise InputError(f"{path} has no column {loss}; its columns are {', '.join(columns)}")
     named = [{name: value for name, value in row.values.items() if name != "loss"} for row in rows]
     return [
-        LoggedRow(row.place, values | ({"loss": values[loss]} if loss in values else {}), row.values.get("loss"))
+        replace(
+            row,
+            values=values | ({"loss": values[loss]} if loss in values else {}),
+            other_loss=row.values.get("loss"),
+        )
         for row, values in zip(rows, named, strict=True)
     ]
 
@@ -340,7 +384,9 @@ def read_rows(path: Path) -> list[LoggedRow]:
             raise InputError(f"{path} has two columns {twice[0]}; rename or remove one")
     return [
         LoggedRow(
-            f"{path}: row {number}", {column.strip().lower(): line[column] for column in line if column.strip()}
+            f"{path}: row {number}",
+            {column.strip().lower(): line[column] for column in line if column.strip()},
+            path,
         )
         for number, line in enumerate(found, start=1)
     ]

@@ -136,10 +136,8 @@ def _runs_by_size(
         seed = row.place if (written := row.seed()) is None else written
         if (first := runs.setdefault(seed, row)) is not row:
             twice = f"{row.place} repeats the size, {value} and seed of {first.place}"
-            raise InputError(
-                f"{twice}; keep one of them, such as the last point of a curve, or name another swept column with "
-                "--value"
-            )
+            hint = _one_folder(row, first, loss) or "keep one of them, such as the last point of a curve"
+            raise InputError(f"{twice}; {hint}, or name another swept column with --value")
     if not logs.own:
         _refuse_points(rows, axes, value)
     losses = {
@@ -147,6 +145,9 @@ def _runs_by_size(
         for scale, values in found.items()
     }
     for values in found.values():
+        for runs in values.values():
+            first = next(iter(runs.values()))
+            _refuse_one_run([*runs.values()], _numbers_of(first, [*axes, value]), path, loss)
         _refuse_copies(runs.values() for runs in values.values())
     unfinished = [] if logs.own else _unfinished(rows, axes, value)
     return losses, axes, [*columns, *unused_numbers(logs.others, path, used)], unfinished
@@ -167,7 +168,7 @@ def _rows_of_other_runs(path: Path, logs: RunLogs, value: str, loss: str, used: 
                 _require_new(curves, (*map(end.values.get, (*AXES, value)), curve), str(file), "losses")
             found_here = [end]
         rows += found_here
-    _refuse_unfinished(logged, value)
+    _refuse_unfinished(logged)
     return rows
 
 
@@ -237,8 +238,9 @@ def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str
     """Return the rows whose column state, as in a table of W&B or Optuna, says that the run has not finished.
 
     Diverged runs are left out. Raise InputError if such a run ends at an earlier step than the finished runs of its
-    size. Nothing is compared if ``value`` is part of the size, such as the batch.
+    size. The size includes ``value`` if this is the batch, for example, which changes the number of steps.
     """
+    sizes = [*axes, *(axis for axis in AXES if axis == value)]
     states = [  # with the first word of a state such as "CANCELLED by 1000"
         (row, re.match("[a-z_]*", str(row.values.get("state", "")).strip().lower())[0])  # type: ignore[index]
         for row in rows
@@ -248,14 +250,14 @@ def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str
     if not unfinished:
         return []
     least: dict[tuple[RunScale, str], float] = {}  # by size and column, the earliest end of a finished run
-    for row, _ in [each for each in states if each[1] in FINISHED and value not in AXES]:
+    for row, _ in [each for each in states if each[1] in FINISHED]:
         for column in filter(PROGRESS.fullmatch, row.values):
             if (at := _progress(row, column)) is not None:
-                size = (_scale_of(row, axes), column)
+                size = (_scale_of(row, sizes), column)
                 least[size] = min(at, least.get(size, at))
     for row, state in unfinished:
         for column in filter(PROGRESS.fullmatch, row.values):
-            at, end = _progress(row, column), least.get((_scale_of(row, axes), column))
+            at, end = _progress(row, column), least.get((_scale_of(row, sizes), column))
             if at is not None and end is not None and at < end:
                 raise InputError(
                     f"{row.place}: this run has {column} {at:g} and the state {state}, and finished runs of its size "
@@ -266,11 +268,11 @@ def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
-    """Raise InputError if runs seem to be copies, because they have the same loss.
+    """Raise InputError if runs seem to be copies: they have the same loss as another run at the same value.
 
-    ``values`` has the runs of each value. Two runs of one value may have the same loss by chance, because logs
-    round losses. Runs count as copies only if at least two values have several runs, and each such value has two runs
-    with the same loss. Diverged runs are ignored.
+    ``values`` has the runs of each value. Runs count as copies if at least two values have several runs, and all
+    values with several runs repeat a loss. A single value may repeat a loss by chance, because logs round losses.
+    Diverged runs are ignored.
     """
     twins = []
     for rows in values:
@@ -281,19 +283,54 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
     if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
-            f"{row.place} repeats the loss of {first.place}, and at this size, losses repeat at every value with "
-            "several runs; the repeats are probably copies: remove them, or write the losses with more digits"
+            f"{row.place} repeats the loss of {first.place}, and at this size, every value with several runs has "
+            "such a repeated loss; these runs are probably copies: remove them, or write losses with more digits"
         )
 
 
-def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
+def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
+    """Return a hint for two folders of TensorBoard beside each other, such as train and val. Otherwise return ""."""
+    folders = [Path(str(each.source)) for each in (row, other)]
+    if folders[0].parent != folders[1].parent or not all(folder.is_dir() for folder in folders):
+        return ""
+    return "" if re.search(r"\d", folders[0].name) else f"read one of them with --loss {folders[0].name}/{loss}"
+
+
+def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str) -> None:
+    """Raise InputError if two logs of the same size and value seem to be one run, although they would be two seeds.
+
+    This holds for two formats, such as W&B and TensorBoard, if one of the logs has no seed. It also holds for two
+    folders of TensorBoard without a seed whose paths below ``root`` have the same names with a number, such as
+    width64-lr0.01/train and width64-lr0.01/val. ``what`` is the size and value for the message.
+    """
+    formats: dict[str, LoggedRow] = {}
+    numbered: dict[Hashable, LoggedRow] = {}
+    for row in [row for row in runs if row.source is not None]:
+        file = Path(str(row.source))
+        kind = "TensorBoard" if file.is_dir() else "W&B" if is_one_run(file) else "a table"
+        formats.setdefault(kind, row)
+        for other_kind, other in formats.items():
+            if other_kind != kind and None in (row.seed(), other.seed()):
+                raise InputError(
+                    f"{other.place} ({other_kind}) and {row.place} ({kind}) are both of {what}, as if they were one "
+                    "run; move one of the two elsewhere, or if they are two runs, give both a seed"
+                )
+        if kind != "TensorBoard" or row.seed() is not None:
+            continue
+        parts = [part for part in file.relative_to(root).parts if re.search(r"\d", part)]
+        if (other := numbered.setdefault(tuple(parts), row)) is not row:
+            hint = _one_folder(row, other, loss) or "move one of them elsewhere"
+            raise InputError(
+                f"{other.source} and {file} are both of {what}, and differ only in names without a number, as if "
+                f"they were one run; {hint}, or if they are two runs, add seed0 and seed1 to the names"
+            )
+
+
+def _refuse_unfinished(ends: Sequence[LoggedRow]) -> None:
     """Raise InputError if a run that has not diverged ends at an earlier step than another run of the same size.
 
-    ``ends`` has the last row of each run. If ``value`` is in `AXES`, such as the batch, nothing is checked, because
-    runs may then differ in length.
+    ``ends`` has the last row of each run. The size includes the batch and the tokens.
     """
-    if value in AXES:  # with another batch, a run has another number of steps
-        return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
     for end in sorted(ends, key=lambda row: -row.number("step")):
         last = furthest.setdefault(tuple(end.values.get(axis) for axis in AXES), end)
@@ -324,7 +361,9 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
     return _curves(path, RunLogs.at(path, loss, CURVE_COLUMNS), loss)[0]
 
 
-def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points]], list[str]]:
+def _curves(  # noqa: PLR0912 (one branch for each way in which curves cannot be compared)
+    path: Path, logs: RunLogs, loss: str
+) -> tuple[dict[str, list[Points]], list[str]]:
     """Return (loss curves by size, names of unused data). Raise InputError as :func:`curves_of`.
 
     The unused data are columns, and numbers in the paths of runs, that the check does not use.
@@ -336,6 +375,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
+    firsts: dict[str, list[LoggedRow]] = {}  # the first row of each curve, by size
     for file in logs.others:
         rows = rows_of(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
@@ -361,6 +401,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
             if seed is not None:
                 _require_new(seen, (name, seed), str(file), "size and seed")
             found.setdefault(name, []).append(points := _points(run, time))
+            firsts.setdefault(name, []).append(run[0])
             if all(math.isfinite(value) for _, value in points):
                 _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
         if len(rows) < len(every):
@@ -375,6 +416,8 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
         raise InputError(
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add a column width"
         )
+    for name, rows in firsts.items():
+        _refuse_one_run(rows, name, path, loss)
     if any(sized):  # else the names of files are the sizes
         unused.update(unused_numbers(logs.others, path, used))
     return {name: found[name] for name in sorted(found, key=by_numbers)}, sorted(unused)

@@ -70,12 +70,67 @@ def test_a_changed_key_changes_the_export_or_what_it_says(tiny: Recipe, name: st
     assert silent == []
 
 
-@pytest.mark.parametrize("name", ["transformers", "litgpt", "deepspeed", "nanotron"])
-def test_layout_keys_that_a_target_does_not_have_are_noted(tiny: Recipe, name: str) -> None:
-    exported = export(name, tiny.replace({"layout.cp": 2, "layout.timeout_seconds": 60}))
-    (note,) = [each for each in exported.notes if each.startswith("not exported: ")]
-    assert note.startswith("not exported: layout.cp = 2, layout.timeout_seconds = 60; set this in the target")
-    assert not any(each.startswith("not exported: ") for each in export(name, tiny).notes)
+LAYOUT = {"layout.dp": 2, "layout.tp": 2, "layout.pp": 2, "layout.zero": 3, "layout.timeout_seconds": 60}
+THREE = "layout.tp = 2, layout.pp = 2, layout.timeout_seconds = 60"
+ELSEWHERE = "set this in accelerate, FSDP or DeepSpeed"
+BITS = "it changes at most the last bits of the loss"
+# What each target says of LAYOUT.
+NOT_EXPORTED: Mapping[str, list[str]] = {
+    "litgpt": [f"{THREE} are not exported: litgpt pretrain has no such setting"],
+    "transformers": [
+        f"layout.tp = 2, layout.pp = 2 are not exported: {ELSEWHERE}, whichever has it",
+        f"layout.zero = 3 is not exported: {ELSEWHERE}; leaven export config --to deepspeed writes it",
+        f"layout.timeout_seconds = 60 is not exported: set this in transformers, if it has it; {BITS}",
+    ],
+    "deepspeed": [f"{THREE} are not exported: set this in DeepSpeed, if it has it; {BITS}"],
+    "nanotron": [f"layout.timeout_seconds = 60 is not exported: set this in nanotron, if it has it; {BITS}"],
+    "torchtitan": [f"layout.timeout_seconds = 60 is not exported: set this in torchtitan, if it has it; {BITS}"],
+}
+
+
+def layout_notes(exported: Export) -> list[str]:
+    return [note for note in exported.notes if "layout." in note and "not exported" in note]
+
+
+@pytest.mark.parametrize("name", NOT_EXPORTED)
+def test_each_layout_key_that_is_not_exported_is_noted_once(tiny: Recipe, name: str) -> None:
+    exported = export(name, tiny.replace({"model.n_layers": 4} | LAYOUT))
+    assert layout_notes(exported) == NOT_EXPORTED[name]
+    assert not any(loss.key.startswith("layout") for loss in exported.losses)
+    assert not any("settings of accelerate" in note for note in exported.notes)
+    assert layout_notes(export(name, tiny)) == []
+
+
+def test_expert_parallelism_is_one_note_of_transformers(tiny: Recipe) -> None:
+    exported = export("transformers", tiny.replace({"layout.dp": 2, "layout.ep": 2}))
+    (note,) = layout_notes(exported)
+    assert note.startswith(
+        "layout.ep = 2 is not exported: expert parallelism of transformers is chosen when the model"
+    )
+    assert "layout.ep" not in [loss.key for loss in exported.losses]
+
+
+def test_nanotron_says_which_pipeline_schedules_it_has(tiny: Recipe) -> None:
+    interleaved = {"layout.schedule": "interleaved", "layout.stages_per_rank": 2}
+    (note,) = layout_notes(export("nanotron", tiny.replace(PIPELINE | interleaved)))
+    assert note.startswith(
+        'layout.schedule = "interleaved", layout.stages_per_rank = 2 are not exported: nanotron has'
+    )
+
+
+@pytest.mark.parametrize(("zero", "says"), [(0, " becomes 3"), (1, " becomes 3"), (3, "")])
+def test_litgpt_uses_fsdp_on_several_devices_only(tiny: Recipe, zero: int, says: str) -> None:
+    several, one = (
+        [
+            note
+            for note in export("litgpt", tiny.replace({"layout.zero": zero, "layout.dp": dp})).notes
+            if "FSDP" in note
+        ]
+        for dp in (2, 1)
+    )
+    (note,) = several
+    assert note.startswith(f"layout.zero = {zero}{says}: litgpt uses FSDP (HYBRID_SHARD) on several devices")
+    assert one == []
 
 
 def test_isolated_documents_are_a_loss_of_deepspeed(tiny: Recipe) -> None:

@@ -140,7 +140,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--save 'x", "cannot be split into words"),
         ("--window-size 8", "--window-size 8: leaven supports only LEFT,0"),
         ("--window-size 8,0 --window-attn-skip-freq 0", "leaven supports only windows in all layers but every N-th"),
-        (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "as a pattern of 2 layers"),
+        (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "or a pattern of 2 layers"),
     ],
 )
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:

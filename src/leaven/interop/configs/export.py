@@ -42,9 +42,9 @@ class Target:
     # by setting, such as lr: why the target cannot have the recipe's value; "*" stands for all other settings
     reasons: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values by key of [model]
-    layout: Mapping[str, Sequence[Any]] = field(
-        default_factory=dict
-    )  # written values by key of [layout], as in holds
+    layout: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # written values by key of [layout]
+    # by key of [layout]: why a value is not written; "*" stands for all other keys
+    unwritten: Mapping[str, str] = field(default_factory=dict)
     architecture: bool = False  # whether the exported model is a Hugging Face architecture
     plain: bool = False  # whether the exported model has no multipliers, because they are folded into its weights
     ramp: bool = False  # whether the target supports a batch ramp
@@ -113,6 +113,7 @@ def export(name: str, recipe: Recipe) -> Export:
         losses.append(LossRow(key="hyperparameters.optimizer", value="muon", why=why))
     losses += unlike + [LossRow(**row) for row in _texts((*common["lost"], *to.lost), known)]
     notes = [row["text"] for row in _texts((*common["notes"], *to.notes), known)]
+    notes += _unwritten(to, recipe)
     known["lost"], known["notes"] = [loss.text for loss in losses], notes
     comments = [f"# lost: {line}" for line in known["lost"]] + [f"# note: {line}" for line in notes]
     known["comments"] = Verbatim("\n".join(comments))
@@ -158,11 +159,6 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         if row.name in chosen.given
         and SAME < abs(row.init_std / (chosen.given[row.name].init_std or 1) - 1) < SAME_START
     }
-    unwritten = {
-        key: value
-        for key, value in recipe.layout.model_dump(exclude_defaults=True).items()
-        if not {"any", value} & set(to.layout.get(key, ()))
-    }
     return {
         "target": to,
         "recipe": recipe,
@@ -175,7 +171,6 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         "batch": recipe.batch,
         "data": recipe.data,
         "layout": recipe.layout,
-        "unwritten": ", ".join(f"layout.{key} = {json.dumps(value)}" for key, value in unwritten.items()),
         "precision": recipe.precision.compute,
         "decay": to.decays.get(recipe.schedule.decay, to.decays["cosine"]),
         "warmup_steps": run.in_steps(recipe.schedule.warmup_tokens),
@@ -187,6 +182,18 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         "round": round,
         **chosen.values,
     }
+
+
+def _unwritten(to: Target, recipe: Recipe) -> Iterator[str]:
+    """Yield a note for the values of [layout] that are not written for the same reason."""
+    unknown = f"set this in {to.title}, if it has it; it changes at most the last bits of the loss"
+    found: dict[str, list[str]] = {}
+    for key, value in recipe.layout.model_dump(exclude_defaults=True).items():
+        if not {"any", value} & set(to.layout.get(key, ())):
+            reason = to.unwritten.get(key, to.unwritten.get("*", unknown))
+            found.setdefault(reason, []).append(f"layout.{key} = {json.dumps(value)}")
+    for reason, values in found.items():
+        yield f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} not exported: {reason}"
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
