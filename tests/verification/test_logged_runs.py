@@ -803,8 +803,10 @@ def test_sizes_of_different_recipes_are_not_compared(
         return
     with pytest.raises(
         InputError, match=f"{named} .* make the recipes of all sizes from one recipe with leaven trans"
-    ):
+    ) as refused:
         transfer_of_runs(tmp_path)
+    of_target = named.startswith(("schedule", "data", "start"))
+    assert ("(with --like, the target keeps its " in str(refused.value)) == of_target
 
 
 @pytest.mark.parametrize("read", [transfer_of_runs, curves_of])

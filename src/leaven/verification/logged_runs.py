@@ -589,10 +589,12 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
             changes = [(of, change) for of, change in changes if not change[0].startswith("scaling.")]
     if changes:
         its_folder, (key, theirs, own) = changes[0]
+        of_target = not key.startswith(("hyperparameters.", "model.", "scaling."))
+        like = f" (with --like, the target keeps its {key})" if of_target else ""
         raise InputError(
             f"{key} is {theirs} in {folder} and {own} in {its_folder}, so {path} cannot be compared between the "
-            "two; make the recipes of all sizes from one recipe with leaven transfer (with --like, the target keeps "
-            "its own schedule and data, so make them equal first), or move the runs of one size to another folder"
+            f"two; make the recipes of all sizes from one recipe with leaven transfer{like}, or move the runs of one "
+            "size to another folder"
         )
 
 
