@@ -482,7 +482,7 @@ def test_runs_that_have_not_finished_are_named_or_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("state", ["PRUNED", "FAIL", "TIMEOUT", "CANCELLED by 1000", "preempting"])
 def test_states_of_optuna_and_slurm_say_that_a_run_has_not_finished(tmp_path: Path, state: str) -> None:
-    runs = [run | {"state": "COMPLETE", "step": 100} for run in rows({64: -6.0, 128: -6.0}, 1e-3)]
+    runs: list[Row] = [run | {"state": "COMPLETE", "step": 100} for run in rows({64: -6.0, 128: -6.0}, 1e-3)]
     file = write(tmp_path / "runs.csv", [runs[0] | {"state": state}, *runs[1:]])
     assert transfer_of_runs(file).settings["unfinished"] == [f"{file}: row 1 ({state.partition(' ')[0].lower()})"]
     with pytest.raises(InputError, match="row 1: this run has step 90 and the state .*, and finished runs of its"):
@@ -1014,9 +1014,9 @@ def test_each_call_of_add_hparams_replaces_the_results_of_the_last_one(tmp_path:
     for run, restart in product(runs, range(2)):
         with SummaryWriter(tmp_path / f"width{run['width']}-lr{run['lr']}-run{run['seed']}") as writer:
             for epoch in (2 * restart, 2 * restart + 1):
-                loss = float(run["loss"]) + 3 - epoch
-                writer.add_scalar("loss", loss, epoch)
-                writer.add_hparams({"lr": run["lr"]}, {"hparam/loss": loss}, run_name=run_name)
+                found = float(run["loss"]) + 3 - epoch
+                writer.add_scalar("loss", found, epoch)
+                writer.add_hparams({"lr": run["lr"]}, {"hparam/loss": found}, run_name=run_name)
     expected = transfer_of_runs(write(tmp_path / "rows.csv", without("seed")(runs)))
     (tmp_path / "rows.csv").unlink()
     for loss in ("loss", "hparam/loss"):

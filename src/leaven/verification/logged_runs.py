@@ -242,7 +242,7 @@ def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str
     """
     sizes = [*axes, *(axis for axis in AXES if axis == value)]
     states = [  # with the first word of a state such as "CANCELLED by 1000"
-        (row, re.match("[a-z_]*", str(row.values.get("state", "")).strip().lower())[0])  # type: ignore[index]
+        (row, str(row.values.get("state", "")).strip().lower().partition(" ")[0])
         for row in rows
         if math.isfinite(row.loss())
     ]
