@@ -451,6 +451,14 @@ def test_runs_with_other_numbers_of_steps_are_seeds(tmp_path: Path) -> None:
     # Runs whose steps are the same at each value, but whose losses do not depend on them.
     many = [run | {"epoch": 10 + int(run["seed"])} for run in rows({64: -6.0, 128: -6.0}, 1e-3, seeds=10)]
     assert transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(many))).settings["seeds"] == 10
+    # Runs that stopped early, of which the longer ones have lower losses.
+    random = np.random.default_rng(0)
+    early: list[Row] = [
+        run | {"epoch": epoch, "loss": float(run["loss"]) - 0.01 * epoch}
+        for run in rows({64: -6.0, 128: -6.0}, 1e-3, seeds=4)
+        for epoch in [int(random.integers(1, 6))]
+    ]
+    assert transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(early))).settings["seeds"] == 4
     batches = [
         run | {"bs": batch, "steps": 64_000 // batch}
         for run in rows({64: -6.0, 128: -6.0}, 1e-3, seeds=1)

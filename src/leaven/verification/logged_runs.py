@@ -178,7 +178,8 @@ def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: 
     Rows may belong to one run if they have the same size, value and name, and no seed. They are points if
 
     - a column such as step, or tokens as part of the size, has more than :data:`MOST_LENGTHS` values; or
-    - :data:`LEAST_SHARED` steps or more are the same at two values or sizes, and there the loss falls along them.
+    - at half of the sizes and values, :data:`LEAST_SHARED` steps or more are those of another size or value, and the
+      loss falls along them.
     """
     names = sorted(RUN_NAMES & {column for row in rows for column in row.values})
     others = [axis for axis in axes if axis != "tokens"]
@@ -207,7 +208,7 @@ def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: 
         many = [steps for steps in runs.values() if len(steps) > MOST_LENGTHS]
         counts = Counter(frozenset(steps) for steps in runs.values())
         shared = [steps for steps in runs.values() if len(steps) >= LEAST_SHARED and counts[frozenset(steps)] > 1]
-        for steps in many or (shared if _fall(shared) else ()):
+        for steps in many or (shared if 2 * len(shared) >= len(runs) and _fall(shared) else ()):
             low, high = min(steps), max(steps)
             raise InputError(
                 f"{steps[low].place} and {steps[high].place} have {_numbers_of(steps[low], [*axes, value])}, and "
