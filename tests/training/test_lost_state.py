@@ -1217,6 +1217,25 @@ def test_missing_steps_that_a_rewind_repeats_are_no_fault(run: RunFolder, recipe
     assert not list(faults(run))
 
 
+@pytest.mark.parametrize("step", [20, 24])
+def test_changed_values_that_a_rewind_repeats_are_no_fault(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, step: int
+) -> None:
+    """A rewind compares the lines that it keeps with its checkpoint."""
+    assert {tokens_of(path) // 256 for path in checkpoints(run.checkpoints)} >= {20, 24}
+
+    def change(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        lines[21]["loss"] += 1e-9  # of step 22
+        return lines
+
+    rewrite(run.metrics_file, change)
+    assert not train(recipe, tokens, run.path, stop=lambda: True).finished
+    assert "its values up to step" in next(faults(run))
+    assert train(recipe, tokens, run.path, rewind=ManualRewind(256 * step)).finished
+    found = [fault.rpartition(": ")[2] for fault in faults(run)]
+    assert found == ([] if step == 20 else ["its values up to step 24 have been changed"])
+
+
 def test_lines_after_the_checkpoint_are_dropped_without_a_word(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
 ) -> None:

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     ),
     "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a number from 1e-100 to"),
     "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
-    "twice": (changed(seed=1), "runs.csv: row 1; remove one of the two, or name another swept"),
+    "twice": (changed(seed=1), "runs.csv: row 1; keep one of them, such as the last point of a curve, or name"),
     # A run with a loss above LARGEST_LOSS has diverged.
     **{
         f"all losses {bad}": (
@@ -402,19 +402,28 @@ def logged(steps: Iterable[int], **more: float | str) -> list[Row]:
 def test_points_of_loss_curves_are_no_seeds(tmp_path: Path) -> None:
     curves = without("seed")(logged(range(100, 1100, 100)))
     message = (
-        "row 1 and .*row 10 have width 64, lr 0.00195312, and step 100 and 1000, as if they were points of one run"
+        "row 1 and .*row 10 have width 64, lr 0.00195312, and step 100 and 1000, as if they were points of one run; "
+        "keep only the last row of each run; if they are runs, add the column seed or name"
     )
     for change in (
         lambda run: run,
-        lambda run: run | {"seed": 0, "name": f"{run['width']} {run['lr']}"},
+        lambda run: run | {"name": f"{run['width']} {run['lr']}"},
         lambda run: run | {"step": "", "trainer/global_step": run["step"]},
-        lambda run: {"_step" if name == "step" else name: value for name, value in run.items()},
+        *(
+            lambda run, column=column: {column if name == "step" else name: value for name, value in run.items()}
+            for column in ("_step", "training_step", "it")
+        ),
     ):
-        with pytest.raises(InputError, match=re.sub(" step", " .*step", message)):
+        with pytest.raises(InputError, match=re.sub(" step 100", " .* 100", message)):
             transfer_of_runs(write(tmp_path / "runs.csv", map(change, curves)))
     late = [run for run in curves if float(run["step"]) > 250]  # all steps after a warm-up
-    with pytest.raises(InputError, match="step 900 and 1700, as if they were points of one run; a row is a run, so"):
+    with pytest.raises(InputError, match="step 900 and 1700, as if they were points of one run; keep only"):
         transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(logged(range(900, 1800, 100)))))
+    with pytest.raises(InputError, match="row 2 repeats the size, lr and seed of .*row 1; keep one of them, such as"):
+        transfer_of_runs(write(tmp_path / "runs.csv", [run | {"seed": 0} for run in curves]))
+    irregular = [run | {"step": float(run["step"]) + n / 1e3} for n, run in enumerate(logged(range(100, 2200, 100)))]
+    with pytest.raises(InputError, match="row 1 and .*row 21 have .* step 100 and 2100.02, as if they were points"):
+        transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(irregular)))
     tokens = [{"tokens" if name == "step" else name: value for name, value in run.items()} for run in late]
     transfer_of_runs(write(tmp_path / "runs.csv", tokens))  # eight lengths
     tokens = [run | {"tokens": run["step"]} for run in without("seed")(logged(range(100, 2200, 100)))]
@@ -429,6 +438,8 @@ def test_runs_with_other_numbers_of_steps_are_seeds(tmp_path: Path) -> None:
         lambda run, seed: {"_step": 2000, "epoch": 0.99},
         lambda run, seed: {"step": "", "warmup_steps": 10**seed, "epoch": "last"},
         lambda run, seed: {"iteration": 10**seed, "name": f"run {seed}"},  # the number of a trial, for example
+        lambda run, seed: {"iter": 100 * seed, "trial_id": f"run {seed}"},
+        lambda run, seed: {"epoch": 3 + (7 * seed + round(1e4 * float(run["lr"]))) % 5},  # stopped early
         lambda run, seed: {"step": 2000, "tokens": 64 * float(run["width"])},
         lambda run, seed: {"step": 30, "loss": "nan"} if seed and run["lr"] == 2.0**-4 else {"step": 2000},
     ]
@@ -437,6 +448,24 @@ def test_runs_with_other_numbers_of_steps_are_seeds(tmp_path: Path) -> None:
         assert transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(written))).rows
         seeded = [run | {"step": 10 ** int(run["seed"])} for run in written]
         assert transfer_of_runs(write(tmp_path / "runs.csv", seeded)).rows
+    # Runs whose steps are the same at each value, but whose losses do not depend on them.
+    many = [run | {"epoch": 10 + int(run["seed"])} for run in rows({64: -6.0, 128: -6.0}, 1e-3, seeds=10)]
+    assert transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(many))).settings["seeds"] == 10
+    # Runs that stopped early, of which the longer ones have lower losses.
+    random = np.random.default_rng(0)
+    early: list[Row] = [
+        run | {"epoch": epoch, "loss": float(run["loss"]) - 0.01 * epoch}
+        for run in rows({64: -6.0, 128: -6.0}, 1e-3, seeds=4)
+        for epoch in [int(random.integers(1, 6))]
+    ]
+    assert transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(early))).settings["seeds"] == 4
+    batches = [
+        run | {"bs": batch, "steps": 64_000 // batch}
+        for run in rows({64: -6.0, 128: -6.0}, 1e-3, seeds=1)
+        for batch in (16, 32, 64)
+    ]
+    with pytest.raises(InputError, match="row 2 repeats the size, lr and seed .* or name another swept column"):
+        transfer_of_runs(write(tmp_path / "runs.csv", batches))
     swept = [run | {"step": 1000 * float(run["lr"])} for run in rows({64: -6.0, 128: -6.0}, 0.001)]
     assert transfer_of_runs(write(tmp_path / "runs.csv", without("lr")(swept)), "step").passed
 
@@ -457,6 +486,15 @@ def test_runs_that_have_not_finished_are_named_or_refused(tmp_path: Path) -> Non
         InputError, match="row 1: this run has _step 140 and the state crashed, and finished runs of its"
     ):
         read(140)
+
+
+@pytest.mark.parametrize("state", ["PRUNED", "FAIL", "TIMEOUT", "CANCELLED by 1000", "preempting"])
+def test_states_of_optuna_and_slurm_say_that_a_run_has_not_finished(tmp_path: Path, state: str) -> None:
+    runs: list[Row] = [run | {"state": "COMPLETE", "step": 100} for run in rows({64: -6.0, 128: -6.0}, 1e-3)]
+    file = write(tmp_path / "runs.csv", [runs[0] | {"state": state}, *runs[1:]])
+    assert transfer_of_runs(file).settings["unfinished"] == [f"{file}: row 1 ({state.partition(' ')[0].lower()})"]
+    with pytest.raises(InputError, match="row 1: this run has step 90 and the state .*, and finished runs of its"):
+        transfer_of_runs(write(file, [runs[0] | {"state": state, "step": 90}, *runs[1:]]))
 
 
 def test_a_copied_folder_of_tensorboard_is_no_second_seed(tmp_path: Path) -> None:
@@ -750,6 +788,7 @@ BETWEEN_SIZES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({}, {"data.tokens": 163_840, "batch.tokens": 2_048, "schedule.warmup_tokens": 9_000}, None),
     ({}, {"data.source": "moved.txt", "layout.zero": 1, "stability.keep": 5, "evaluation.every_tokens": 8_192}, None),
     ({}, {"scaling.token_exponent_interval": (0.3, 0.5)}, None),
+    ({}, {"model.norm_eps": 1e-5, "model.rope_theta": 50_000.0}, None),  # as after leaven transfer --like
     ({"scaling.rule": "standard"}, {"scaling.base": OWN_BASE}, None),
     ({}, {"scaling.rule": "standard"}, None),  # the smaller one is its own base, where all rules agree
     ({"scaling.rule": "mup"}, {"scaling.base": OWN_BASE | {"width": 64, "tokens": 1_000_000}}, None),
@@ -767,12 +806,15 @@ def test_sizes_of_different_recipes_are_not_compared(
             recipe = transfer(recipe, width=width).replace(larger)
         write_run(tmp_path / f"{width}-{lr}", recipe, 2 + math.log2(lr / 0.004) ** 2)
     if named is None:
-        assert transfer_of_runs(tmp_path).rows
+        free = sorted(path for path in larger if path.startswith("model."))
+        assert transfer_of_runs(tmp_path).settings["columns not used"] == free
         return
     with pytest.raises(
         InputError, match=f"{named} .* make the recipes of all sizes from one recipe with leaven trans"
-    ):
+    ) as refused:
         transfer_of_runs(tmp_path)
+    of_target = named.startswith(("schedule", "data", "start"))
+    assert ("(with --like, the target keeps its " in str(refused.value)) == of_target
 
 
 @pytest.mark.parametrize("read", [transfer_of_runs, curves_of])
@@ -971,6 +1013,38 @@ def test_hyperparameters_in_tensorboard_are_no_run(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path / "plain")
 
 
+@pytest.mark.parametrize("run_name", [None, "hparams"])
+def test_each_call_of_add_hparams_replaces_the_results_of_the_last_one(tmp_path: Path, run_name: str | None) -> None:
+    """It may be called once an epoch, or again after a restart."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = rows({64: -6.0, 128: -6.0}, 0.001, seeds=2)
+    for run, restart in product(runs, range(2)):
+        with SummaryWriter(tmp_path / f"width{run['width']}-lr{run['lr']}-run{run['seed']}") as writer:
+            for epoch in (2 * restart, 2 * restart + 1):
+                found = float(run["loss"]) + 3 - epoch
+                writer.add_scalar("loss", found, epoch)
+                writer.add_hparams({"lr": run["lr"]}, {"hparam/loss": found}, run_name=run_name)
+    expected = transfer_of_runs(write(tmp_path / "rows.csv", without("seed")(runs)))
+    (tmp_path / "rows.csv").unlink()
+    for loss in ("loss", "hparam/loss"):
+        document = transfer_of_runs(tmp_path, loss=loss)
+        assert document.settings["seeds"] == 2
+        assert document.rows[0].slope == pytest.approx(expected.rows[0].slope, abs=1e-4)
+
+
+def test_results_of_several_runs_in_one_folder_are_several_runs(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = rows({64: -6.0, 128: -6.0}, 0.001, seeds=2)
+    with SummaryWriter(tmp_path) as writer:
+        for run in runs:
+            name = f"width{run['width']}-lr{run['lr']}-seed{run['seed']}"
+            writer.add_hparams({"lr": run["lr"]}, {"hparam/loss": run["loss"]}, run_name=name)
+    document = transfer_of_runs(tmp_path, loss="hparam/loss")
+    assert (document.settings["scales"], document.settings["seeds"]) == (["width 64", "width 128"], 2)
+
+
 def tensorboard_runs(folder: Path, *names: str) -> Path:
     """Write a run with one loss for each name."""
     for number, name in enumerate(names):
@@ -1028,6 +1102,15 @@ def test_the_logarithm_of_a_value_and_the_next_name_are_no_part_of_it(tmp_path: 
     names = [f"width{w}-log10_wd{wd}-lr{lr}" for w, wd, lr in product((64, 128), ("-2.5", -3), (1, 2, 4))]
     document = transfer_of_runs(tensorboard_runs(tmp_path / "b", *names))
     assert document.settings["columns not used"] == ["log10_wd", "step"]
+    for number, log in enumerate(("log2-lr-", "log-lr-", "ln-lr-", "ln_lr-", "log10-lr", "log10.lr-")):
+        names = [f"width{w}-{log}{lr}" for w, lr in product((64, 128), (6, 7, 8))]
+        column = log.rstrip("-")
+        with pytest.raises(InputError, match="has no column lr; its columns are width, step, loss"):
+            transfer_of_runs(tensorboard_runs(tmp_path / f"l{number}", *names))
+        negative = number != 4
+        if negative:
+            with pytest.raises(InputError, match=f"{column} is -[678]; give a number from 1e-100"):
+                transfer_of_runs(tmp_path / f"l{number}", column)
     # Here, the number after lr is no logarithm, and log2 is the name of a folder.
     for number, begin in enumerate(
         ("log2_width{}-lr{}", "log2-width{}lr{}", "width{}_log2lr{}", "width{}_log10_lr-{}")

@@ -41,22 +41,11 @@ _LARGEST = {
 }
 _LEAST_BETA = 0.01  # with a smaller beta, Adam's moment is just the last gradient
 
-# Fields of the model in which tuned recipe and target may differ: sizes, and fields without effect on tuned values.
+# Fields of the model that have no effect on tuned values.
 # `leaven.scaling.tested_ranges.unlike` warns of another vocabulary or sequence length.
-_FREE_FIELDS = {
-    "n_layers",
-    "d_model",
-    "n_heads",
-    "n_kv_heads",
-    "d_head",
-    "d_attention",
-    "d_ff",
-    "vocab_size",
-    "seq_len",
-    "norm_eps",
-    "rope_theta",
-    "dropout",
-}
+MINOR_FIELDS = {"vocab_size", "seq_len", "norm_eps", "rope_theta", "dropout"}
+# Fields of the model in which tuned recipe and target may differ, and so may the sizes in the check of transfer.
+FREE_FIELDS = MINOR_FIELDS | {"n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_attention", "d_ff"}
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
@@ -64,7 +53,7 @@ def _family(recipe: Recipe) -> dict[str, Any]:
     fields = recipe.model.model_dump()
     experts = fields.pop("experts", None) or {}
     fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
-    return {key: value for key, value in fields.items() if key not in _FREE_FIELDS}
+    return {key: value for key, value in fields.items() if key not in FREE_FIELDS}
 
 
 def transfer(
@@ -149,7 +138,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     - The batch is multiplied by (batch of ``tuned``) / (batch at the start of the study).
     - All other searched values are copied.
 
-    Raise InputError if the models differ in a field outside `_FREE_FIELDS`, the run has too few steps, or the result
+    Raise InputError if the models differ in a field outside `FREE_FIELDS`, the run has too few steps, or the result
     is invalid.
     """
     ours, theirs = _family(tuned), _family(target)

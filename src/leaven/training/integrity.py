@@ -485,17 +485,24 @@ def changed_before(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str
     :func:`changed_since` does not find these changes: the digests in ``finish`` were computed after them.
 
     - Missing steps are searched in ``metrics.jsonl`` itself, because a rewind may have repeated them.
-    - Other changes are in the ``file_changed`` events. After a rewind to the start, all lines of metrics are new.
+    - Other changes are in the ``file_changed`` events. A rewind trains the steps after its checkpoint again, and
+      compares the earlier lines of metrics with the checkpoint. So it clears a change that was found after it.
     """
     found = dict[str, str]()
+    of_metrics = list[tuple[int, str]]()  # changes of metrics, and the tokens at which they were found
     for event in run.read_events():
-        if event["event"] in RETURNS and event.get("to_tokens") == 0:
-            found.pop(run.metrics_file.name, None)
+        to = event.get("to_tokens") if event["event"] in RETURNS else None
+        if isinstance(to, int):
+            of_metrics = [(at, why) for at, why in of_metrics if at <= to]
         file, why = event.get("file"), event.get("why")
         if event["event"] != "file_changed" or not isinstance(file, str) or not isinstance(why, str):
             continue
-        if file != run.metrics_file.name or not is_missing_steps(why):
+        if file != run.metrics_file.name:
             found.setdefault(file, why)
+        elif not is_missing_steps(why):
+            of_metrics.append((at if isinstance(at := event.get("tokens"), int) else -1, why))
+    if of_metrics:
+        found[run.metrics_file.name] = of_metrics[0][1]
     with suppress(InputError):  # a file that cannot be read has other messages
         steps = [line["step"] for line in run.metrics()]
         last = steps[-1] if steps else 0

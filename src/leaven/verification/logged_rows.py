@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from leaven import storage
 from leaven.data.sources import OF_DISKS
 from leaven.errors import InputError
-from leaven.training.run_logs import tensorboard_rows, tensorboard_tags, wandb_rows
+from leaven.training.run_logs import tensorboard_events, tensorboard_rows, tensorboard_tags, wandb_rows
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
 UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
@@ -28,8 +28,10 @@ TIMES = ("tokens", "step")  # columns for the progress of a run; the first one w
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 DIGITS = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)"
 NUMBER = rf"{DIGITS}(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
-# The begin of a logarithm's name, as in log2lr-8 or log10_lr-3. In log2_width64-lr0.001, log2 is a name of its own.
-LOG = r"log(?:2|10)(?:_(?!width|depth|batch|tokens|seed))?(?=[a-z_]+[=_-]*[1-9]\d?(?![\de]|\.\d+e))"
+# The begin of a logarithm's name, as in log2lr-8, log10_lr-3 or ln-lr-6. In log2_width64-lr0.001, log2 is a name of
+# its own.
+_NEXT = r"(?!width|depth|batch|tokens|seed)(?=[a-z_]+[=_-]*[1-9]\d?(?![\de]|\.\d+e))"
+LOG = rf"(?:log(?:2|10)_?{_NEXT}|(?<![a-z])(?:log(?:2|10)?|ln)[-.]{_NEXT})"
 # A name and its number, as part of a path. The groups are the name, digits at its end (as in beta2=0.95), the
 # separator, the number, its unit, and what may be more digits: _024 in width1_024, and b5 in tokens1b5. In
 # lr3e-4b512, b is not a unit, but the next name. NO_COLUMN stands for a condition: in width2-0.95, the width is 2.
@@ -158,9 +160,10 @@ class RunLogs:
     unread: list[str]  # names of other files that may contain runs
 
     @classmethod
-    def at(cls, path: Path, loss: str) -> "RunLogs":
+    def at(cls, path: Path, loss: str, columns: Collection[str]) -> "RunLogs":
         """Return the logs at ``path``, which is a log file or a folder with log files or run folders of leaven.
 
+        ``columns`` are the numbers that may distinguish two runs of other programs, such as the width.
         Raise InputError if there are none. Also raise it if there are run folders of leaven and ``loss`` is not
         ``"loss"``, the only name of their losses.
         """
@@ -190,6 +193,7 @@ class RunLogs:
             others = set()
         others -= _beside_hparams(others, loss)
         others -= _beside_chosen(others, loss)
+        others -= _older_results(others, loss, path, columns)
         names = [str(file.relative_to(path)) for file in sorted(unread)]
         return cls(sorted(own), sorted(others), names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"])
 
@@ -203,9 +207,30 @@ def _beside_hparams(runs: Collection[Path], loss: str) -> set[Path]:
     found = set[Path]()
     for folder in runs:
         if folder.is_dir() and folder.parent in runs:
-            tags = [tag for file in folder.iterdir() if EVENTS in file.name for tag in tensorboard_tags(file)]
-            if any(tag.startswith("_hparams_/") for tag in tags) and len(tags) == len(set(tags)):
-                found.add(folder.parent if loss in tags and loss.startswith("hparam/") else folder)
+            files = [tensorboard_tags(file) for file in folder.iterdir() if EVENTS in file.name]
+            if all("_hparams_/experiment" in tags and len(tags) == len(set(tags)) for tags in files):
+                result = loss.startswith("hparam/") and any(loss in tags for tags in files)
+                found.add(folder.parent if result else folder)
+    return found
+
+
+def _older_results(runs: Iterable[Path], loss: str, root: Path, columns: Collection[str]) -> set[Path]:
+    """Return the folders with results of ``add_hparams`` that a later call for the same run has replaced.
+
+    Each call writes a subfolder of the run, for example once an epoch. Subfolders are of different runs if the
+    numbers of ``columns`` in their names differ.
+    """
+    newest: dict[Hashable, tuple[float, Path]] = {}
+    found = set[Path]()
+    for folder in runs if loss.startswith("hparam/") else ():
+        if folder.is_dir() and any(EVENTS in file.name for file in folder.parent.iterdir()):
+            files = [file for file in folder.iterdir() if EVENTS in file.name]
+            events = [event for file in files for event in tensorboard_events(file, loss)]
+            last = max((time for time, _, row in events if row.get(loss) is not None), default=0.0)
+            numbers = _numbers(folder, root, columns)
+            run = (folder.parent, *(str(numbers.get(name)) for name in sorted(columns)))
+            older, newest[run] = sorted([newest.get(run, (last, folder)), (last, folder)])
+            found |= {older[1]} - {newest[run][1]}
     return found
 
 
@@ -284,8 +309,9 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, list
             one = f"{number}.{letter[1:]}{letter[0].strip('p')}"
             where = f"{path}: {name}{number}{letter} may be one number or two"
             raise InputError(f"{where}; if it is one, write {one}; if it is two, write - before {letter[0]}")
-        logarithm = separator == "-" and re.search("(^|_)log(2|10|_|lr|wd)", name)  # in log2lr-8, - is a sign
-        found.setdefault(name, []).append((-1 if logarithm else 1) * float(number) * UNITS[unit])
+        of_log = re.search("(^|_)(log(2|10)|(log|ln)([-._]|lr|wd))", name)
+        sign = -1 if of_log and separator == "-" else 1  # as in log2lr-8
+        found.setdefault(name, []).append(sign * float(number) * UNITS[unit])
     for size in {"width", "depth"} - found.keys():
         others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
         if len(others) == 1:

@@ -5,10 +5,11 @@ The logs are read by ``logged_rows.py``.
 
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, differing, flatten
 from leaven.scaling.table import parameter_table
+from leaven.scaling.transfer import FREE_FIELDS, MINOR_FIELDS
 from leaven.training.integrity import faults
 from leaven.training.rewind import changed_values
 from leaven.training.run_folder import RunFolder, changes_of
@@ -35,15 +37,22 @@ from leaven.verification.optimum import LossGrid
 from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
 
 LARGEST_WIDTH = 10**15
+CURVE_COLUMNS = {"width", "depth", "batch", "seed"}  # columns that distinguish loss curves
 # Columns with the progress of a run, such as _step of W&B; the check transfer takes tokens for a size
 PROGRESS = re.compile(
-    r"(train(er)?[/_.])?_?(global_?|train_?)?(step|iter|iteration|epoch|update)s?"
+    r"(train(er)?[/_.])?_?(global_?|train_?|training_)?(step|iter|iteration|epoch|update)s?|it"
     r"|((consumed|seen|processed)_(train_)?)(tokens|samples)|(tokens|samples)_(consumed|seen|processed)"
 )
-RUN_NAMES = {"name", "run", "run_name", "run name", "run_id", "run id"}  # columns that may name the run
-UNFINISHED = {"crashed", "failed", "killed", "running", "preempted"}  # values of the column "state" in W&B
-MOST_LENGTHS = 20  # the most values of tokens for which rows with equal other columns are runs, and no loss curve
-LEAST_SHARED = 8  # the least number of equal steps that two loss curves have
+# Columns that may name the run
+RUN_NAMES = {f"{run}{end}" for run in ("run", "trial", "experiment") for end in ("", "_id", " id", "_name", " name")}
+RUN_NAMES |= {"name", "id"}
+# First words of the column "state" in tables of W&B, Optuna and Slurm
+UNFINISHED = {"crashed", "failed", "killed", "running", "preempted", "preempting"}
+UNFINISHED |= {"pruned", "fail", "timeout", "cancelled", "out_of_memory", "node_fail"}
+FINISHED = {"finished", "complete", "completed"}
+MOST_LENGTHS = 20  # the most steps or tokens for which rows with equal other columns are runs, and no loss curve
+LEAST_SHARED = 4  # the least number of equal steps that two loss curves have
+LEAST_FALLING = 0.75  # the least share of pairs of points of loss curves whose loss is lower at the later step
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
@@ -71,7 +80,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
     ``value`` and ``loss`` are names of columns. In run folders of leaven, ``value`` is a hyperparameter or a path in
     the recipe. docs/concepts/checks.md describes the files. Raise InputError if the runs cannot be compared.
     """
-    logs = RunLogs.at(path, loss)
+    logs = RunLogs.at(path, loss, {*AXES, value.strip().lower(), "seed"})
     value = value.strip() if logs.own else value.strip().lower()
     found, axes, columns, unfinished = _runs_by_size(path, logs, value, loss)
     scales = sorted(found, key=lambda scale: [getattr(scale, axis) for axis in AXES])
@@ -121,16 +130,16 @@ def _runs_by_size(
             raise InputError(f"{path} has no column {column}; its columns are {', '.join(columns)}{hint}")
     if not axes:
         raise InputError(f"{path} has no column {' or '.join(AXES)}; add the size of the runs, e.g. width")
-    if not logs.own:
-        _refuse_points(rows, axes, value)
     found: dict[RunScale, dict[float, dict[Hashable, LoggedRow]]] = {}
     for row in rows:
         runs = found.setdefault(_scale_of(row, axes), {}).setdefault(row.above_0(value), {})
         seed = row.place if (written := row.seed()) is None else written
         if (first := runs.setdefault(seed, row)) is not row:
             twice = f"{row.place} repeats the size, {value} and seed of {first.place}"
-            hint = _one_folder(row, first, loss) or "remove one of the two"
+            hint = _one_folder(row, first, loss) or "keep one of them, such as the last point of a curve"
             raise InputError(f"{twice}; {hint}, or name another swept column with --value")
+    if not logs.own:
+        _refuse_points(rows, axes, value)
     losses = {
         scale: {number: {seed: row.loss() for seed, row in runs.items()} for number, runs in values.items()}
         for scale, values in found.items()
@@ -166,13 +175,15 @@ def _rows_of_other_runs(path: Path, logs: RunLogs, value: str, loss: str, used: 
 def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str) -> None:
     """Raise InputError if rows are points of loss curves. The check would take them for runs with other seeds.
 
-    Rows may belong to one run if they have the same size, value, seed and name. They are points if a column such as
-    step differs by a factor above two, or if the same :data:`LEAST_SHARED` steps or more are found at two values or
-    sizes. With tokens as part of the size, they are points if there are more than :data:`MOST_LENGTHS` tokens.
+    Rows may belong to one run if they have the same size, value and name, and no seed. They are points if
+
+    - a column such as step, or tokens as part of the size, has more than :data:`MOST_LENGTHS` values; or
+    - at half of the sizes and values, :data:`LEAST_SHARED` steps or more are those of another size or value, and the
+      loss falls along them.
     """
     names = sorted(RUN_NAMES & {column for row in rows for column in row.values})
     others = [axis for axis in axes if axis != "tokens"]
-    hint = "a row is a run, so keep only the last row of each run"
+    hint = "keep only the last row of each run; if they are runs, add the column seed or name"
 
     def run_of(row: LoggedRow, sizes: Sequence[ScaleAxis]) -> Hashable:
         return _scale_of(row, sizes), row.above_0(value), row.seed(), *(str(row.values.get(name)) for name in names)
@@ -191,18 +202,25 @@ def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: 
             continue
         runs: dict[Hashable, dict[float, LoggedRow]] = {}
         for row in rows:
-            if (at := _progress(row, column)) is not None and row.has("loss") and math.isfinite(row.loss()):
+            at = None if row.seed() is not None else _progress(row, column)
+            if at is not None and math.isfinite(row.loss()):
                 runs.setdefault(run_of(row, axes), {}).setdefault(at, row)
-        shared = set[frozenset[float]]()
-        for steps in runs.values():
+        many = [steps for steps in runs.values() if len(steps) > MOST_LENGTHS]
+        counts = Counter(frozenset(steps) for steps in runs.values())
+        shared = [steps for steps in runs.values() if len(steps) >= LEAST_SHARED and counts[frozenset(steps)] > 1]
+        for steps in many or (shared if 2 * len(shared) >= len(runs) and _fall(shared) else ()):
             low, high = min(steps), max(steps)
-            if high > 2 * low or (len(steps) >= LEAST_SHARED and frozenset(steps) in shared):
-                where = f"{steps[low].place} and {steps[high].place}"
-                raise InputError(
-                    f"{where} have {_numbers_of(steps[low], [*axes, value])}, and {column} {low:g} and {high:g}, "
-                    f"as if they were points of one run; {hint}, and remove unfinished runs"
-                )
-            shared.add(frozenset(steps))
+            raise InputError(
+                f"{steps[low].place} and {steps[high].place} have {_numbers_of(steps[low], [*axes, value])}, and "
+                f"{column} {low:g} and {high:g}, as if they were points of one run; {hint}"
+            )
+
+
+def _fall(runs: Iterable[Mapping[float, LoggedRow]]) -> bool:
+    """Return whether the losses of runs, by step, mostly fall. Those of runs with other seeds are in any order."""
+    losses = [[steps[at].loss() for at in sorted(steps)] for steps in runs]
+    falls = [later < earlier for run in losses for earlier, later in combinations(run, 2)]
+    return sum(falls) >= LEAST_FALLING * len(falls)
 
 
 def _numbers_of(row: LoggedRow, columns: Sequence[str]) -> str:
@@ -218,18 +236,22 @@ def _progress(row: LoggedRow, column: str) -> float | None:
 
 
 def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str) -> list[str]:
-    """Return the rows whose column state, as in a table of W&B, says that the run has not finished.
+    """Return the rows whose column state, as in a table of W&B or Optuna, says that the run has not finished.
 
     Diverged runs are left out. Raise InputError if such a run ends at an earlier step than the finished runs of its
     size. The size includes ``value`` if this is the batch, for example, which changes the number of steps.
     """
     sizes = [*axes, *(axis for axis in AXES if axis == value)]
-    states = [(row, str(row.values.get("state", "")).strip().lower()) for row in rows if math.isfinite(row.loss())]
+    states = [  # with the first word of a state such as "CANCELLED by 1000"
+        (row, str(row.values.get("state", "")).strip().lower().partition(" ")[0])
+        for row in rows
+        if math.isfinite(row.loss())
+    ]
     unfinished = [(row, state) for row, state in states if state in UNFINISHED]
     if not unfinished:
         return []
     least: dict[tuple[RunScale, str], float] = {}  # by size and column, the earliest end of a finished run
-    for row, _ in [each for each in states if each[1] == "finished"]:
+    for row, _ in [each for each in states if each[1] in FINISHED]:
         for column in filter(PROGRESS.fullmatch, row.values):
             if (at := _progress(row, column)) is not None:
                 size = (_scale_of(row, sizes), column)
@@ -325,7 +347,7 @@ def collapse_of_runs(path: Path, irreducible: float | None = None, loss: str = "
 
     :func:`curves_of` explains ``path`` and ``loss``. ``irreducible`` is L0 in nats per token, by default fitted.
     """
-    logs = RunLogs.at(path, loss)
+    logs = RunLogs.at(path, loss, CURVE_COLUMNS)
     curves, unused = _curves(path, logs, loss)
     settings = {"rule": None, "columns not used": unused, "files not read": logs.unread}
     return collapse(str(path), curves, irreducible, settings)
@@ -337,7 +359,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
     ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the
     files. Raise InputError if the runs cannot be used, or if the size of a curve is unclear.
     """
-    return _curves(path, RunLogs.at(path, loss), loss)[0]
+    return _curves(path, RunLogs.at(path, loss, CURVE_COLUMNS), loss)[0]
 
 
 def _curves(  # noqa: PLR0912 (one branch for each way in which curves cannot be compared)
@@ -349,7 +371,7 @@ def _curves(  # noqa: PLR0912 (one branch for each way in which curves cannot be
     """
     if logs.own:
         return _curves_of_own_runs(logs.own), []
-    used = {"width", "depth", "batch", "seed"}
+    used = CURVE_COLUMNS
     unused = set[str]()
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
@@ -542,7 +564,7 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
 _FREE_BETWEEN_SIZES = {
     *("name", "why", "layout", "tuning", "batch", "precision", "stability", "evaluation", "average"),
     *("data.source", "data.tokenizer", "data.tokens", "data.seed", "data.corrupt_share", "schedule.warmup_tokens"),
-    *(f"model.{size}" for size in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_attention", "d_ff")),
+    *(f"model.{field}" for field in FREE_FIELDS),
     *("model.experts.d_expert", "scaling.token_exponent_interval"),
 }
 
@@ -557,19 +579,24 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
     for scale, recipe, run in sorted(runs, key=lambda each: astuple(each[0])):
         firsts.setdefault(scale, (recipe, run.path))
     (one, folder), *others = firsts.values()
-    for other, its_folder in others:
-        changes = differing(_kept_values(one, path), _kept_values(other, path))
-        if changes and not path.startswith("scaling."):
-            recipes = [recipe for recipe, _ in firsts.values()]
-            if any(all(_scaled_alike(each, recipe) for recipe in recipes) for each in recipes):
-                changes = [change for change in changes if not change[0].startswith("scaling.")]
-        if changes:
-            key, theirs, own = changes[0]
-            raise InputError(
-                f"{key} is {theirs} in {folder} and {own} in {its_folder}, so {path} cannot be compared between the "
-                "two; make the recipes of all sizes from one recipe with leaven transfer, or move the runs of one "
-                "size to another folder"
-            )
+    changes = [
+        (its_folder, change)
+        for other, its_folder in others
+        for change in differing(_kept_values(one, path), _kept_values(other, path))
+    ]
+    if not path.startswith("scaling.") and any(change[0].startswith("scaling.") for _, change in changes):
+        recipes = [recipe for recipe, _ in firsts.values()]
+        if any(all(_scaled_alike(each, recipe) for recipe in recipes) for each in recipes):
+            changes = [(of, change) for of, change in changes if not change[0].startswith("scaling.")]
+    if changes:
+        its_folder, (key, theirs, own) = changes[0]
+        of_target = not key.startswith(("hyperparameters.", "model.", "scaling."))
+        like = f" (with --like, the target keeps its {key})" if of_target else ""
+        raise InputError(
+            f"{key} is {theirs} in {folder} and {own} in {its_folder}, so {path} cannot be compared between the "
+            f"two; make the recipes of all sizes from one recipe with leaven transfer{like}, or move the runs of one "
+            "size to another folder"
+        )
 
 
 def _kept_values(recipe: Recipe, swept: str) -> dict[str, Any]:
@@ -612,12 +639,15 @@ def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
     _require_one_recipe(runs, path)
     scales = [astuple(scale) for scale, _, _ in runs]
     varied = [axis for axis, values in zip(AXES, zip(*scales, strict=True), strict=True) if len(set(values)) > 1]
+    models = [recipe.model.model_dump() for _, recipe, _ in runs]
+    minor = [field for field in sorted(MINOR_FIELDS) if any(model[field] != models[0][field] for model in models)]
     rows = []
     for scale, recipe, run in runs:
         found = flatten(recipe.model_dump()).get(path)
         if not isinstance(found, int | float):
             raise InputError(f"--value {value}: {path} is not a number in the recipe of {run.path}; give e.g. lr")
         columns = {value: found, "seed": recipe.data.seed, "loss": _final_loss(run)}
+        columns |= {f"model.{field}": getattr(recipe.model, field) for field in minor}  # listed as not used
         rows.append(LoggedRow(str(run.path), columns | {axis: getattr(scale, axis) for axis in varied or ["width"]}))
     return rows
 
