@@ -687,7 +687,6 @@ BAD = {
     "the pattern has no {loss}": (RUN, "loss.pattern = 'loss ([0-9]+)'\n", ONE),
     "the pattern has {loss} twice": (RUN, "loss.pattern = 'a {loss}|b {loss}'\n", ONE),
     "is not a regular expression": (RUN, "loss.pattern = '({loss}'\n", ONE),
-    "in the pattern is inside brackets": (RUN, "loss.pattern = 'loss[{loss}]'\n", ONE),
     "key has no effect with pattern": (RUN, "loss = {pattern = '{loss}', key = 'b'}\n", ONE),
     "the command does not read tiny.toml": (RUN, PATTERN + "config = 'tiny.toml'\n", ONE),
     'add config = "FILE"': (RUN + " {config}", PATTERN, ONE),
@@ -1543,8 +1542,8 @@ def test_a_loss_only_among_the_results_of_hyperparameters_is_read(tmp_path: Path
     # Lightning writes hyperparameters and losses to one file; a later attempt may add a single loss.
     for attempt, steps in enumerate(([1, 2, 3], [4])):
         with SummaryWriter(tmp_path / "mixed", filename_suffix=f".{attempt}") as writer:
-            for summary in hparams({"lr": 0.1}, {"hp_metric": -1}):
-                writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+            for summary in hparams({"lr": 0.1}, {"hp_metric": -1}):  # type: ignore[no-untyped-call]
+                writer._get_file_writer().add_summary(summary)
             for step in steps:
                 writer.add_scalar("loss", 9 - step, step)
     assert read_losses(source, tmp_path / "mixed", complete=True)[-1] == (4, 5.0)

@@ -62,9 +62,9 @@ _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 # A word like a number, or of the asterisks that Fortran prints for one; not "**2.5**" or the start of "2.50.1.ckpt".
 _UNREADABLE = r"(?:[-+]?\.?\d[\d.,_]*|\*{2,})(?![^ \t\n])"
 _STEP = r"\d+(?:[,_]\d{3})*"
-# Spaces that pad a number to a width. A class, because (?x) ignores plain spaces; a limit, because two repetitions in
+# Spaces that pad a number to a width. An escape, because (?x) ignores plain spaces; a limit, because two repetitions in
 # a row would take long for many spaces.
-_PADDING = "[ ]{0,199}"
+_PADDING = r"\x20{0,199}"
 # Where they may be: regular expressions for the pattern before a placeholder, which does not end with (?:, (?= or
 # (?<=, and for the pattern after it. After " {", another placeholder may follow, with spaces before it.
 _MAY_PAD = (r"(?s)(?!.*\(\?[\w<-]*[:=]\Z).*(?:[ :=,;]|\\[s|(\[]|\[[ :=,;]+\])\Z", r" (?![*+?{])")
@@ -129,10 +129,7 @@ class LossSource(Part):
                 raise ValueError(
                     "the pattern has {loss} twice; write it once, as in '(?:val|validation) loss {loss}'"
                 )
-            if "loss" not in re.compile(_expression(self.expression)).groupindex:
-                raise ValueError(
-                    "{loss} in the pattern is inside brackets, as in [{loss}]; write \\[{loss}\\] for these"
-                )
+            _expression(self.expression)
         elif self.key is None:
             raise ValueError(f'{given[0]} needs the name of the loss; add loss.key = "NAME"')
         wrong = {"pattern": ("key", "step"), "jsonl": ("file",)}.get(given[0], ("file", "step"))

@@ -185,10 +185,9 @@ class RunLogs:
             unread = {file for file in unread if file.suffix.lower() != ".json"}  # such as study.json
             unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
             others = set()
-        events = [file for folder in others if folder.is_dir() for file in _event_files(folder)]
-        others -= {file.parent for file in events} - {
-            file.parent for file in set(events) - superseded_events(events, loss)
-        }
+        events = {file for folder in others if folder.is_dir() for file in _event_files(folder)}
+        read = events - superseded_events(events, loss)
+        others -= {file.parent for file in events} - {file.parent for file in read}
         names = [str(file.relative_to(path)) for file in sorted(unread)]
         return cls(sorted(own), sorted(others), names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"])
 
