@@ -62,8 +62,8 @@ _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 # A word like a number, or of the asterisks that Fortran prints for one; not "**2.5**" or the start of "2.50.1.ckpt".
 _UNREADABLE = r"(?:[-+]?\.?\d[\d.,_]*|\*{2,})(?![^ \t\n])"
 _STEP = r"\d+(?:[,_]\d{3})*"
-# Spaces that pad a number to a width. An escape, because (?x) ignores plain spaces; a limit, because two repetitions in
-# a row would take long for many spaces.
+# Spaces that pad a number to a width. An escape, because (?x) ignores plain spaces; a limit, because two repetitions
+# in a row would take long for many spaces.
 _PADDING = r"\x20{0,199}"
 # Where they may be: regular expressions for the pattern before a placeholder, which does not end with (?:, (?= or
 # (?<=, and for the pattern after it. After " {", another placeholder may follow, with spaces before it.
