@@ -914,6 +914,62 @@ def test_a_number_is_read_whole_or_not_at_all(tmp_path: Path, text: str, losses:
     assert read_losses(greedy, tmp_path / "log", complete=True)[0] == (1, 3.25e-05)
 
 
+PADDED = "the last loss may be 9.90, with spaces around it or its step that loss.pattern does not allow"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "last"),
+    [
+        ("loss:{loss}", "loss:10.82\nloss: 9.90\n", 9.9),
+        ("loss={loss}", "loss=10.82\nloss= 9.90\n", 9.9),
+        ("loss:[ ]{loss}", "loss: 10.82\nloss:  9.90\n", 9.9),
+        (r"loss:\s{loss}", "loss: 10.82\nloss:  9.90\n", 9.9),
+        (r"\|{loss}\|", "|10.82|\n| 9.90|\n", 9.9),
+        ("(?x) loss: {loss}", "loss:10.82\nloss: 9.90\n", 9.9),
+        ("step:{step} loss {loss}", "step:100 loss 10.82\nstep: 99 loss 9.90\n", 9.9),
+        ("loss: {loss} acc", "loss: 10.82 acc\nloss: 9.90  acc\n", 9.9),
+        (r"loss: {loss} \|", "loss: 10.82 |\nloss: 9.90  |\n", 9.9),
+        ("{step} {loss} at {step}", "9 10.82 at {step}\n10 9.90  at {step}\n", 9.9),
+        ("loss:{loss}", "loss:10.82\nloss:\t9.90\nloss:\n9.90\n", 10.82),
+        ("loss: {loss} acc", "loss: 10.82 acc\nloss: **** acc\n", "the last loss may be ****, which is"),
+        ("loss: {loss} acc", "loss: 10.82 acc\nloss: ****  acc\n", "the last loss may be ****, which is"),
+        ("loss:{loss}", "loss:10.82\nloss: ****\n", "the last loss may be ****, which is"),
+        ("loss:{loss}", "loss:12.82\nloss:10.82\n" + 3 * "loss: None\n", "the last loss may be None, which is"),
+        # Spaces after a word or at the start of a line may be of another text.
+        ("val{loss}", "val10.82\nval 5 of 10\n", 10.82),
+        ("val(?:{loss})", "val10.82\nval 5 of 10\n", 10.82),
+        ("val(?i:{loss})", "val10.82\nval 5 of 10\n", 10.82),
+        ("(?<!val ){loss}", "loss 10.82\nval 5 of ten\n", 10.82),
+        ("loss {loss}(?! old)", "loss 10.82\nloss 9.90 old\n", 10.82),
+        ("^{loss},{step}", "10.82,1\n  5,7,3\n", 10.82),
+        ("loss{loss}", "loss10.82\nloss 9.90\n", PADDED),
+        ("^{loss},{step}", "10.82,1\n 9.90,2\n", PADDED),
+        ("^{step},{loss}", "100,9.80\n  7,9.90\n", PADDED),
+        ("loss: {loss}$", "loss: 10.82\nloss: 9.90 \n", PADDED),
+        ("loss: (?:{loss}|none)", "loss: 10.82\nloss:  9.90\n", PADDED),
+        (r"loss(?::|=){loss}", "loss:10.82\nloss: 9.90\n", PADDED),
+        ("loss:\t{loss}", "loss:\t10.82\nloss:\t 9.90\n", PADDED),
+        ("^ *{loss} *,{step}", "10.82,1\n 9.90,2\n", 9.9),  # what the line says to write
+    ],
+)
+def test_numbers_of_a_fixed_width_are_read_or_refused(
+    tmp_path: Path, pattern: str, text: str, last: float | str
+) -> None:
+    source = LossSource.model_validate({"pattern": pattern})
+    (tmp_path / "log").write_text(text)
+    with refused(last) if isinstance(last, str) else nullcontext():
+        assert read_losses(source, tmp_path / "log", complete=True)[-1][1] == last
+
+
+@pytest.mark.parametrize("pattern", ["{loss}", "loss: {loss} acc", "({loss}) x", "loss: *{loss} *acc"])
+def test_a_line_of_many_spaces_is_read_in_time(tmp_path: Path, pattern: str) -> None:
+    source = LossSource.model_validate({"pattern": pattern})
+    (tmp_path / "log").write_text(f"loss: 2.5 acc x\nloss: 2.5 x\nloss: {' ' * 9000}x\nloss: 2.5{' ' * 9000}x\n")
+    began = time.monotonic()
+    assert read_losses(source, tmp_path / "log", complete=True)[-1][1] == 2.5
+    assert time.monotonic() - began < 20
+
+
 @pytest.mark.parametrize("pattern", ["loss {loss}", "val loss {loss}", r"step +{step}: val loss\D*{loss}"])
 @pytest.mark.parametrize(
     ("last", "is_loss"),
@@ -1389,14 +1445,18 @@ AT_ONCE: list[tuple[Curves, Curves, bool, bool]] = [
     # (folder, steps, times) of two files, and whether they are refused without and with resume
     (("train", [1, 2, 3], [10, 20, 30]), ("val", [1, 2, 3], [11, 21, 31]), True, True),
     (("train", [1, 2, 3, 4], [10, 20, 30, 40]), ("val", [2, 4], [21, 41]), True, True),
-    (("train", [1, 2, 3, 4], [10, 20, 30, 40]), ("val", [4], [41]), True, False),  # one validation, at the end
+    (("train", [1, 2], [10, 20]), ("val", [1, 2], [11, 21]), True, True),
+    (("train", [1, 2, 3, 4], [10, 20, 30, 40]), ("val", [1], [25]), True, False),
+    (("train", [1, 2, 3, 4], [10, 20, 30, 40]), ("test", [4], [41]), False, False),  # after the end
+    (("train", [1, 2, 3, 4], [10, 20, 30, 40]), ("test", [4], [40]), False, False),
+    (("a", [3], [10]), ("b", [3], [15]), False, False),
     (("train", [10, 20, 30, 40], [10, 20, 30, 40]), ("val", [1, 2], [21, 41]), True, False),  # val counts epochs
     (("pretrain", [1, 2, 3], [10, 20, 30]), ("anneal", [1, 2, 3], [40, 50, 60]), False, False),
     (("pretrain", [1, 2, 3], [10, 20, 30]), ("anneal", [3, 4, 5], [31, 40, 50]), False, False),
     (("pretrain", [1, 2, 3], [10, 20, 30]), ("anneal", [1, 2, 3], [29, 40, 50]), False, False),  # other clock
     (("run", [1, 2, 3], [10, 20, 30]), ("run", [1, 2, 3], [11, 21, 31]), False, False),  # one folder
     (("first", [1, 2, 3, 4], [10, 20, 30, 40]), ("second", [3, 4, 5], [15, 25, 35]), True, False),  # other clock
-    (("first", [1, 2, 3], [10, 20, 30]), ("second", [3], [40]), True, False),  # the last step again
+    (("first", [1, 2, 3], [10, 20, 30]), ("second", [3], [40]), False, False),  # the last step again
     (("a", [1, 2, 3], [0, 0, 0]), ("b", [1, 2], [0, 0]), False, False),  # without times
 ]
 
@@ -1414,6 +1474,79 @@ def test_stages_and_attempts_are_no_curves_of_one_time(
         assert read_losses(source, tmp_path, complete=False, resumed=resumed)
         with pytest.raises(InputError, match="has two curves of loss") if refuses else nullcontext():
             assert read_losses(source, tmp_path, complete=True, resumed=resumed)
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (
+            ("", "val"),
+            '{out} and val; set loss.tensorboard to the folder of one, "{out}/val", or let the command log',
+        ),
+        (
+            ("", "1796051149.26"),
+            "{out} and 1796051149.26; let the command log the loss that counts under another name",
+        ),
+        (
+            ("Nov30_15-05-34", "Nov30_15-05-34/val"),
+            "; let the command log the loss that counts under another name, and",
+        ),
+    ],
+)
+def test_a_folder_with_another_name_in_each_trial_is_not_proposed(
+    tmp_path: Path, folders: tuple[str, str], message: str
+) -> None:
+    for number, folder in enumerate(folders):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        log = tfevents([(1, 3), (2, 3)], [1.7e9 + number, 1.7e9 + 10 + number])
+        (tmp_path / folder / f"events.out.tfevents.1700000000.host.9.{number}").write_bytes(log)
+    with refused(message):
+        read_losses(LossSource.model_validate({"tensorboard": "{out}", "key": "loss"}), tmp_path, complete=True)
+
+
+@pytest.mark.parametrize("name", [None, ".", "hparams"])
+@pytest.mark.parametrize("when", ["before", "after", "each"])
+def test_results_of_hyperparameters_are_no_points_of_the_curve(tmp_path: Path, name: str | None, when: str) -> None:
+    """``add_hparams`` writes a file with a placeholder or a result under the name of the loss."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        for step in range(1, 4):
+            if when == "each" or (when == "before" and step == 1):
+                writer.add_hparams({"lr": 0.1}, {"loss": 0.0}, run_name=name)
+            writer.add_scalar("loss", 4 - step, step)
+        if when == "after":
+            writer.add_hparams({"lr": 0.1}, {"loss": 0.5}, run_name=name)
+    source = LossSource.model_validate({"tensorboard": "{out}", "key": "loss"})
+    for complete in (False, True):
+        assert read_losses(source, tmp_path, complete=complete) == ((1, 3.0), (2, 2.0), (3, 1.0))
+
+
+def test_a_loss_only_among_the_results_of_hyperparameters_is_read(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
+
+    source = LossSource.model_validate({"tensorboard": "{out}", "key": "loss"})
+    for folder in ("before", "after"):
+        with SummaryWriter(tmp_path / folder) as writer:
+            if folder == "before":  # a placeholder
+                writer.add_hparams({"lr": 0.1}, {"loss": 0.0, "hparam/loss": 2.0})
+            writer.add_scalar("other", 3.0, 1)
+            if folder == "after":
+                writer.add_hparams({"lr": 0.1}, {"loss": 2.0, "hparam/loss": 2.0})
+    assert read_losses(source, tmp_path / "after", complete=True) == ((0, 2.0),)
+    assert read_losses(source, tmp_path / "before", complete=True) == ()
+    for folder in ("before", "after"):
+        named = source.model_copy(update={"key": "hparam/loss"})
+        assert read_losses(named, tmp_path / folder, complete=True) == ((0, 2.0),)
+    # Lightning writes hyperparameters and losses to one file; a later attempt may add a single loss.
+    for attempt, steps in enumerate(([1, 2, 3], [4])):
+        with SummaryWriter(tmp_path / "mixed", filename_suffix=f".{attempt}") as writer:
+            for summary in hparams({"lr": 0.1}, {"hp_metric": -1}):  # type: ignore[no-untyped-call]
+                writer._get_file_writer().add_summary(summary)
+            for step in steps:
+                writer.add_scalar("loss", 9 - step, step)
+    assert read_losses(source, tmp_path / "mixed", complete=True)[-1] == (4, 5.0)
 
 
 def test_the_tenth_event_file_follows_the_ninth(tmp_path: Path) -> None:

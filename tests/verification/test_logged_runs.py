@@ -1003,9 +1003,7 @@ def test_hyperparameters_in_tensorboard_are_no_run(tmp_path: Path) -> None:
     assert [row.slope for row in transfer_of_runs(tmp_path / "result", loss="hparam/loss").rows] == [
         expected[0].slope
     ]
-    for folder in (tmp_path / "own").glob("*seed0"):  # here, the last loss is that of add_hparams, at step 0
-        shutil.rmtree(folder)
-    assert len(transfer_of_runs(tmp_path / "own").rows) == 1
+    assert transfer_of_runs(tmp_path / "own").rows == expected  # with two event files in each folder
     # A run below another, such as one that was started again, is no result.
     with SummaryWriter(tmp_path / "plain" / "width64-lr0.015625-seed0" / "again") as writer:
         writer.add_scalar("loss", 2.0, 20)

@@ -11,7 +11,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,67 @@ def tensorboard_tags(file: Path) -> list[str]:
         except DecodeError as error:
             raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
     return tags
+
+
+def superseded_events(files: Collection[Path], loss: str) -> set[Path]:
+    """Return the TensorBoard event files to leave out because ``SummaryWriter.add_hparams`` of PyTorch wrote a file.
+
+    That file has the hyperparameters and results of a run, once each, and is in the folder of the run or in a
+    subfolder of it. A result is no point of the loss curve, even with the same name: it may be a placeholder. So the
+    file is left out. But if only this file has ``loss``, it counts, and the files of the run are left out instead.
+    For this, the name begins with hparam/, or the file was written after the last value of the run.
+
+    Raises:
+        LogDamaged: if a record is damaged.
+    """
+    results = {file: tags for file in files if (tags := _results_of_hparams(file)) is not None}
+    runs = [file for file in files if file not in results]
+    found = set[Path]()
+    for file, tags in results.items():
+        folder = next(
+            (each for each in (file.parent, file.parent.parent) if each in {run.parent for run in runs}), None
+        )
+        if folder is None:  # the results are all that is known of this run
+            continue
+        found.add(file)
+        if loss in tags:
+            run = [each for each in runs if each.is_relative_to(folder)]
+            events = [event for each in run for event in tensorboard_events(each, loss)]
+            last = max((time for time, _, _ in events), default=0.0)
+            of_end = min((time for time, _, _ in tensorboard_events(file, loss)), default=0.0) >= last
+            if (loss.startswith("hparam/") or of_end) and all(row.get(loss) is None for _, _, row in events):
+                found.remove(file)
+                found |= {each for each in run if each.parent == folder}
+    return found
+
+
+def _results_of_hparams(file: Path) -> set[str] | None:
+    """Return the names of the results in an event file of ``add_hparams``, or None for another event file.
+
+    Such a file begins with a description of the experiment that names the results, and each of its tags occurs once.
+    A file in which a logger mixes hyperparameters and a loss curve has other tags, too.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    found, results = set[str](), set[str]()
+    for at, record in _tensorboard_records(file, lambda message: None):
+        try:
+            for value in Event.FromString(record).summary.value:
+                if not found and value.tag == "_hparams_/experiment":
+                    data = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+                    results = {metric.name.tag for metric in data.experiment.metric_infos}
+                elif (
+                    not found
+                    or value.tag in found
+                    or not (value.tag in results or value.tag.startswith("_hparams_/"))
+                ):
+                    return None
+                found.add(value.tag)
+        except DecodeError as error:
+            raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
+    return found & results if found else None
 
 
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:

@@ -56,12 +56,19 @@ _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in wh
 # no match; "2.3nats" and "2.3b" are numbers with their unit.
 _THOUSANDS = "['\u2019\u00a0\u2009\u202f]"  # an apostrophe, or a space at which no line breaks
 _BEFORE = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])"
-_AFTER = rf"(?!\.?(?:{_THOUSANDS}?\d|#|[kKmMGT](?![a-zA-Z])|[eEdD][-+\d]|[xX]\d))"
+_AFTER = rf"(?!\.?(?:{_THOUSANDS}?\d|[#]|[kKmMGT](?![a-zA-Z])|[eEdD][-+\d]|[xX]\d))"
 _DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 # A word like a number, or of the asterisks that Fortran prints for one; not "**2.5**" or the start of "2.50.1.ckpt".
 _UNREADABLE = r"(?:[-+]?\.?\d[\d.,_]*|\*{2,})(?![^ \t\n])"
 _STEP = r"\d+(?:[,_]\d{3})*"
+# Spaces that pad a number to a width. An escape, because (?x) ignores plain spaces; a limit, because two repetitions
+# in a row would take long for many spaces.
+_PADDING = r"\x20{0,199}"
+# Where they may be: regular expressions for the pattern before a placeholder, which does not end with (?:, (?= or
+# (?<=, and for the pattern after it. After " {", another placeholder may follow, with spaces before it.
+_MAY_PAD = (r"(?s)(?!.*\(\?[\w<-]*[:=]\Z).*(?:[ :=,;]|\\[s|(\[]|\[[ :=,;]+\])\Z", r" (?![*+?{])")
+_MAY_PAD_ALL = (r"(?s)(?!.*\(\?<!).", r"(?![*+?{]|\(\?)")  # not around what (?<!...) or (?!...) excludes
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
 # Keys that may differ between the processes of one study, for example on another machine.
 OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")
@@ -132,8 +139,12 @@ class LossSource(Part):
 
     @property
     def expression(self) -> str:
-        """The ``pattern`` as a regular expression: {loss} and {step} become named groups. A space before one of them
-        matches several, because numbers of a fixed width are padded with spaces."""
+        """The ``pattern`` as a regular expression: {loss} and {step} become named groups.
+
+        Numbers of a fixed width are padded with spaces. So spaces may stand before a number if the pattern has a
+        space or a sign such as : or = there, and several spaces after a number if the pattern has one. After a word,
+        spaces change the meaning: "loss{loss}" does not read "loss 5 of 10".
+        """
         return self._with_loss(_NUMBER)
 
     @property
@@ -146,10 +157,20 @@ class LossSource(Part):
         """The ``pattern`` as a regular expression. For {loss}, it accepts any text without spaces, even none."""
         return self._with_loss(r"[^ \t\n]*")
 
-    def _with_loss(self, loss: str) -> str:
-        padded = re.sub(r" (?=\{(?:loss|step)\})", " +", self.pattern or "")
-        once = padded.replace("{loss}", f"(?P<loss>{loss})", 1)
-        return once.replace("{step}", f"(?P<step>{_STEP})", 1)
+    @property
+    def padded(self) -> str:
+        """The ``pattern`` as a regular expression in which spaces may stand before and after each number."""
+        return self._with_loss(_NUMBER, _MAY_PAD_ALL)
+
+    def _with_loss(self, loss: str, may_pad: tuple[str, str] = _MAY_PAD) -> str:
+        found = self.pattern or ""
+        for name, group in (("loss", f"(?P<loss>{loss})"), ("step", f"(?P<step>{_STEP})")):
+            before, placeholder, after = found.partition(f"{{{name}}}")
+            if placeholder:
+                left = _PADDING if re.match(may_pad[0], before) else ""
+                right = _PADDING if re.match(may_pad[1], after) else ""
+                found = f"{before}{left}{group}{right}{after}"
+        return found
 
     @property
     def progress(self) -> str:

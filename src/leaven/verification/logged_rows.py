@@ -19,7 +19,13 @@ from typing import Any
 from leaven import storage
 from leaven.data.sources import OF_DISKS
 from leaven.errors import InputError
-from leaven.training.run_logs import tensorboard_events, tensorboard_rows, tensorboard_tags, wandb_rows
+from leaven.training.run_logs import (
+    superseded_events,
+    tensorboard_events,
+    tensorboard_rows,
+    tensorboard_tags,
+    wandb_rows,
+)
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
 UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
@@ -191,27 +197,17 @@ class RunLogs:
             unread = {file for file in unread if file.suffix.lower() != ".json"}  # such as study.json
             unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
             others = set()
-        others -= _beside_hparams(others, loss)
+        events = {file for folder in others if folder.is_dir() for file in _event_files(folder)}
+        read = events - superseded_events(events, loss)
+        others -= {file.parent for file in events} - {file.parent for file in read}
         others -= _beside_chosen(others, loss)
         others -= _older_results(others, loss, path, columns)
         names = [str(file.relative_to(path)) for file in sorted(unread)]
         return cls(sorted(own), sorted(others), names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"])
 
 
-def _beside_hparams(runs: Collection[Path], loss: str) -> set[Path]:
-    """Return the folders with event files that are no runs, because of ``SummaryWriter.add_hparams`` of PyTorch.
-
-    It writes the hyperparameters and results of a run into a subfolder of the run, which is left out. But if
-    ``loss`` is one of these results, such as hparam/loss, the subfolder is read in place of the run.
-    """
-    found = set[Path]()
-    for folder in runs:
-        if folder.is_dir() and folder.parent in runs:
-            files = [tensorboard_tags(file) for file in folder.iterdir() if EVENTS in file.name]
-            if all("_hparams_/experiment" in tags and len(tags) == len(set(tags)) for tags in files):
-                result = loss.startswith("hparam/") and any(loss in tags for tags in files)
-                found.add(folder.parent if result else folder)
-    return found
+def _event_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if EVENTS in file.name)
 
 
 def _older_results(runs: Iterable[Path], loss: str, root: Path, columns: Collection[str]) -> set[Path]:
@@ -264,8 +260,9 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
     cut: list[str] = []
     if path.is_dir():
         loss = _tag_in(path, loss)
-        events = sorted(file for file in path.iterdir() if EVENTS in file.name)
-        found = [row for file in events for row in tensorboard_rows(file, loss, cut.append)]
+        events = _event_files(path)
+        left_out = superseded_events(events, loss)
+        found = [row for file in events if file not in left_out for row in tensorboard_rows(file, loss, cut.append)]
     else:
         found = list(wandb_rows(path, cut.append))
     place = f"{path} ({'; '.join(cut)})" if cut else str(path)

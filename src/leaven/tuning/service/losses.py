@@ -18,6 +18,7 @@ from leaven.training.run_logs import (
     OF_NAN,
     LogDamaged,
     is_another_loss,
+    superseded_events,
     tensorboard_events,
     tensorboard_rows,
     wandb_rows,
@@ -101,8 +102,14 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
             if complete:
                 losses.append(found)
             yield int(step) if step else None, float(found["loss"])
-    finite = all(math.isfinite(float(loss["loss"])) for loss in losses)  # otherwise, the command has diverged
-    if complete and finite and (unreadable := _unreadable(source, text, losses)) is not None:
+    if not complete or not all(math.isfinite(float(loss["loss"])) for loss in losses):  # it runs, or has diverged
+        return
+    if (padded := _padded(source, text, losses)) is not None:
+        raise InputError(
+            f"{file}: the last loss may be {padded:.60}, with spaces around it or its step that loss.pattern does "
+            "not allow; if it is a loss, write ' *' before and after {loss} and {step} in loss.pattern"
+        )
+    if (unreadable := _unreadable(source, text, losses)) is not None:
         shown = unreadable[:60].rstrip(",;|") or "empty"
         raise InputError(
             f"{file}: the last loss may be {shown}, which is not a number; if it is a loss, print it as 1234.5 or "
@@ -133,6 +140,30 @@ def _unreadable(source: LossSource, text: str, losses: list[re.Match[str]]) -> s
     parts = ((one.end() if one else 0, other.start()) for one, other in pairwise([None, *losses]) if other)
     rarer = any(2 * len(_texts(source, last, *part)) >= len(after) for part in parts)
     return None if rarer else after[-1]
+
+
+def _padded(source: LossSource, text: str, losses: list[re.Match[str]]) -> str | None:
+    """Return a number after the last of ``losses`` that is one of them but for spaces around it or its step, or None.
+
+    Its line resembles that of the last loss: numbers and spaces aside, the text before it is the same, and the next
+    word if there is one. With its spaces, the number is as wide as one of ``losses``, unlike the 5 of "loss 5 of 10".
+    """
+    if not losses:
+        return None
+    last, widths = losses[-1], {_width(loss) for loss in losses}
+    begin, word = _before(text, last.start("loss")), _after(last)
+    for found in re.compile(source.padded, re.MULTILINE).finditer(text, last.end()):
+        resembles = found["loss"] is not None and _after(found) in {"", word} and _width(found) in widths
+        if resembles and _before(text, found.start("loss")) == begin:
+            return found["loss"]
+    return None
+
+
+def _width(loss: re.Match[str]) -> int:
+    """Return the number of characters of a loss and the spaces around it."""
+    before = loss.string[max(0, loss.start("loss") - MOST_BEFORE) : loss.start("loss")]
+    after = loss.string[loss.end("loss") : loss.end("loss") + MOST_BEFORE]
+    return len(loss["loss"]) + len(before) - len(before.rstrip(" ")) + len(after) - len(after.lstrip(" "))
 
 
 def _texts(source: LossSource, last: re.Match[str], start: int, end: int) -> list[str]:
@@ -247,7 +278,7 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Ro
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:
-        found = [list(tensorboard_rows(file, str(source.key))) for file in _event_files(where)]
+        found = [list(tensorboard_rows(file, str(source.key))) for file in _event_files(source, where)]
     else:
         files = sorted(where.rglob("*.wandb"), key=lambda file: (file.parent.name, file))
         found = [list(wandb_rows(file)) for file in files]
@@ -255,13 +286,17 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Ro
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 
-def _event_files(where: Path) -> list[Path]:
-    """Return the event files below a folder, sorted by the numbers in their names: time, process and counter."""
+def _event_files(source: LossSource, where: Path) -> list[Path]:
+    """Return the event files below a folder, sorted by the numbers in their names: time, process and counter.
+
+    Files of ``add_hparams`` are left out, because a result or placeholder in them is no point of the loss curve.
+    """
 
     def key(file: Path) -> list[str | int]:
         return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", file.name)]
 
-    return sorted(where.rglob("*tfevents*"), key=lambda file: (key(file), file))
+    files = list(where.rglob("*tfevents*"))
+    return sorted(set(files) - superseded_events(files, str(source.key)), key=lambda file: (key(file), file))
 
 
 def _require_one_curve(source: LossSource, where: Path, resumed: bool) -> None:
@@ -271,36 +306,43 @@ def _require_one_curve(source: LossSource, where: Path, resumed: bool) -> None:
     attempts are written one after the other.
     """
     curves = list[tuple[Path, list[_Point]]]()
-    for file in _event_files(where):
+    for file in _event_files(source, where):
         events = tensorboard_events(file, str(source.key))
         if points := [(time, step) for time, step, row in events if row.get(str(source.key)) is not None]:
             curves.append((file.parent, points))
     for (one, points), (other, more) in combinations(curves, 2):
         if one != other and _at_once(points, more, resumed):
             names = sorted(str(folder.relative_to(where)) for folder in (one, other))
-            paths = " or ".join(f'"{source.tensorboard}/{name}"' for name in names if name != ".")
+            shown = " and ".join(str(source.tensorboard) if name == "." else name for name in names)
+            # A name with a number, such as a time, may differ in each trial. "." contains the other folder, too.
+            paths = [f'"{source.tensorboard}/{name}"' for name in names if not re.search(r"^\.$|\d", name)]
+            ways = [f"set loss.tensorboard to the folder of one, {' or '.join(paths)}"] if paths else []
+            if len(paths) < len(names):
+                ways.append("let the command log the loss that counts under another name, and set loss.key to it")
             raise InputError(
                 f"{where} has two curves of {source.key} that were written at the same time, in the folders "
-                f"{' and '.join(names)}; set loss.tensorboard to the folder of one, {paths}"
+                f"{shown}; {', or '.join(ways)}"
             )
 
 
 def _at_once(one: list[_Point], other: list[_Point], resumed: bool) -> bool:
-    """Return whether two files with losses were written at the same time.
+    """Return whether two files with losses were written at the same time, not one after the other.
 
-    This is so if their steps overlap, and if all points, sorted by time, are also sorted by step. It is also so if at
-    least half of the shorter file was written while the other was written. The latter does not count if the files may
-    be of several attempts (``resumed``): the clocks of their machines may differ.
+    This is so if their steps overlap by more than a point, and if all points, sorted by time, are also sorted by
+    step. It is also so if at least half of the shorter file, or its only point, was written between the first and
+    last point of the other. The latter does not count if the files may be of several attempts (``resumed``): the
+    clocks of their machines may differ.
     """
     if not one[-1][0] or not other[-1][0]:  # without times, nothing is known
         return False
     (start, end), (begin, last) = sorted((min(points)[0], max(points)[0]) for points in (one, other))
     together = min(end, last) - begin
-    if not resumed and together >= 0 and 2 * together >= min(end - start, last - begin):
+    overlap = together > 0 or start < begin == last < end
+    if not resumed and overlap and 2 * together >= min(end - start, last - begin):
         return True
-    (_, end_step), (low, high) = sorted((min(steps), max(steps)) for steps in (_steps(one), _steps(other)))
+    (_, end_step), (low, _) = sorted((min(steps), max(steps)) for steps in (_steps(one), _steps(other)))
     steps = _steps(sorted([*one, *other]))
-    return (low < end_step or (high == end_step and not resumed)) and steps == sorted(steps)
+    return low < end_step and steps == sorted(steps)
 
 
 def _steps(points: list[_Point]) -> list[int]:
