@@ -17,6 +17,7 @@ from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_lines import digest
+from leaven.training.run_logs import by_event_name
 from leaven.verification.logged_rows import LoggedRow, read_rows, unused_numbers
 from leaven.verification.logged_runs import _last, collapse_of_runs, curves_of, transfer_of_runs
 
@@ -1029,6 +1030,11 @@ def test_each_call_of_add_hparams_replaces_the_results_of_the_last_one(tmp_path:
         document = transfer_of_runs(tmp_path, loss=loss)
         assert document.settings["seeds"] == 2
         assert document.rows[0].slope == pytest.approx(expected.rows[0].slope, abs=1e-4)
+
+
+def test_event_files_are_read_in_the_order_of_their_counters(tmp_path: Path) -> None:
+    names = [f"events.out.tfevents.1796.host.7.{counter}" for counter in (10, 9, 11)]
+    assert [file.name[-2:] for file in sorted(map(Path, names), key=by_event_name)] == [".9", "10", "11"]
 
 
 def test_results_of_several_runs_in_one_folder_are_several_runs(tmp_path: Path) -> None:

@@ -98,6 +98,12 @@ def tensorboard_tags(file: Path) -> list[str]:
     return tags
 
 
+def by_event_name(file: Path) -> tuple[list[str | int], Path]:
+    """Return a sort key for TensorBoard event files: the numbers in their names, such as the time and a counter."""
+    parts = re.split(r"([0-9]+)", file.name)
+    return [int(part) if part.isdecimal() else part for part in parts], file
+
+
 def superseded_events(files: Collection[Path], loss: str) -> set[Path]:
     """Return the TensorBoard event files to leave out because ``SummaryWriter.add_hparams`` of PyTorch wrote a file.
 

@@ -20,6 +20,7 @@ from leaven import storage
 from leaven.data.sources import OF_DISKS
 from leaven.errors import InputError
 from leaven.training.run_logs import (
+    by_event_name,
     superseded_events,
     tensorboard_events,
     tensorboard_rows,
@@ -207,7 +208,7 @@ class RunLogs:
 
 
 def _event_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if EVENTS in file.name)
+    return sorted((file for file in folder.iterdir() if EVENTS in file.name), key=by_event_name)
 
 
 def _older_results(runs: Iterable[Path], loss: str, root: Path, columns: Collection[str]) -> set[Path]:

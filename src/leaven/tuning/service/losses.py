@@ -17,6 +17,7 @@ from leaven.training.outcome import Curve
 from leaven.training.run_logs import (
     OF_NAN,
     LogDamaged,
+    by_event_name,
     is_another_loss,
     superseded_events,
     tensorboard_events,
@@ -287,16 +288,12 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Ro
 
 
 def _event_files(source: LossSource, where: Path) -> list[Path]:
-    """Return the event files below a folder, sorted by the numbers in their names: time, process and counter.
+    """Return the event files below a folder in the order of their names (:func:`by_event_name`).
 
     Files of ``add_hparams`` are left out, because a result or placeholder in them is no point of the loss curve.
     """
-
-    def key(file: Path) -> list[str | int]:
-        return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", file.name)]
-
     files = list(where.rglob("*tfevents*"))
-    return sorted(set(files) - superseded_events(files, str(source.key)), key=lambda file: (key(file), file))
+    return sorted(set(files) - superseded_events(files, str(source.key)), key=by_event_name)
 
 
 def _require_one_curve(source: LossSource, where: Path, resumed: bool) -> None:
