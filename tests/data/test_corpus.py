@@ -471,7 +471,8 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
 
     shards("train-{n}.txt", 0, 2)
     line = f"data.source '{tmp_path}/*.txt': by their names, there should be 3 files, but 1 is missing: "
-    end = "; if a download was interrupted, repeat it, or name only the files that you want, such as train-0000[02]-*"
+    end = "; if a download was interrupted, repeat it, or name only the files that you want, such as "
+    end += f"{tmp_path}/train-0000[02]-*"
     assert notes("*.txt") == (f"{line}{tmp_path}/train-00001-of-00003.txt{end}",)
     assert notes("**/*") == (notes("*.txt")[0].replace("*.txt", "**/*"),)
     # Patterns that choose some files on purpose.
@@ -497,7 +498,7 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
     (note,) = notes("[cd]/*.txt")
     files = f"{tmp_path}/c/train-00000-of-00003-*.txt, {tmp_path}/c/train-00001-of-00003-*.txt"
     assert f"there should be 12 files, but 9 are missing: {files}, {tmp_path}/d/a-00001-of-00009.txt, ...; if" in note
-    assert note.endswith(", such as train-00002-*")
+    assert note.endswith(f", such as {tmp_path}/c/train-00002-*")
     data = Data(source=f"{tmp_path}/[cd]/*.txt", tokens=1_024)
     assert prepare(data, 300, tmp_path / "cache").lost == (note,)
 
@@ -519,12 +520,15 @@ def test_a_shard_in_another_folder_of_the_source_is_not_missing(tmp_path: Path) 
     (tmp_path / "0" / "part-00009-of-00010.txt").unlink()
     (note,) = notes("**/*.txt")  # nobody knows in which folder it was
     assert "there should be 10 files, but 1 is missing: part-00009-of-00010.txt; if a download" in note
-    # The same files in two snapshots of a data set.
-    for snapshot in ("abc", "def"):
+    # Two folders with a set each, such as snapshots or languages: a file of the one does not stand for the other's.
+    for snapshot, numbers in (("abc", (0, 1, 3)), ("def", (0, 1, 2, 3))):
         (folder := tmp_path / "snapshots" / snapshot).mkdir(parents=True)
-        for number in (0, 1, 3):
+        for number in numbers:
             (folder / f"train-{number:05}-of-00004.txt").write_text(snapshot)
-    assert "4 files, but 1 is missing: train-00002-of-00004.txt; if" in notes("snapshots/**/*.txt")[0]
+    (note,) = notes("snapshots/**/*.txt")
+    assert f"4 files, but 1 is missing: {tmp_path}/snapshots/abc/train-00002-of-00004.txt; if" in note
+    (tmp_path / "snapshots" / "def" / "train-00000-of-00004.txt").unlink()
+    assert "8 files, but 2 are missing: " in notes("snapshots/**/*.txt")[0]
 
 
 @pytest.mark.parametrize(
@@ -550,7 +554,7 @@ def test_the_note_of_missing_files_says_how_to_choose_some_files(
     (note,) = notes("*.txt")
     assert time.process_time() - began < 2  # making 999,998 paths takes many seconds
     assert missing.format(tmp_path, tmp_path) in note
-    assert note.endswith(f", or name only the files that you want, such as {chosen}")
+    assert note.endswith(f", or name only the files that you want, such as {tmp_path}/{chosen}")
     assert notes(chosen) == ()
     if count == "01000":  # a pattern with digits, and one with brackets that any number matches
         (some,) = notes("x-0000*.txt")

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from tests.planning.shapes import LLAMA_8B, SMALL, gpt, plan
 
 from leaven.errors import InputError
-from leaven.planning.arrangement import parse_layout, shape_refusal
+from leaven.planning.arrangement import Arrangement, parse_layout, shape_refusal
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Exploration, Job, LayoutCandidate, explore, layouts, ranked
+from leaven.planning.training_codes import TrainingCode, training_code
 from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
@@ -65,6 +66,29 @@ def test_the_search_misses_nothing(model: object, gpus: str, sequences: int) -> 
     if there:
         trained = [one for one in there if one.trained]
         assert seen.choices[0].time == ranked(trained)[0].time
+
+
+def test_megatron_interleaves_only_even_stages_and_whole_groups_of_micro_batches() -> None:
+    """Megatron-LM stops at other schedules: training/arguments.py and core/pipeline_parallel/schedules.py."""
+    megatron = training_code("megatron-flash")
+    for n_layers, sequences in ((12, 24), (12, 20), (14, 24)):
+        model = LONG.model_copy(update={"n_layers": n_layers})
+        job = Job(model, Batch(tokens=sequences * model.seq_len), parse_cluster("8xA100-40GB"), by_leaven=False)
+
+        def interleaved(code: TrainingCode, job: Job = job) -> list[Arrangement]:
+            found = [one.arrangement for one in explore(replace(job, code=code)).fitting]
+            return [how for how in found if how.layout.stages_per_rank > 1]
+
+        possible = interleaved(replace(megatron, even_stages=False))
+        even = [
+            how
+            for how in possible
+            if how.grad_accumulation % how.layout.pp == 0
+            and n_layers % (how.layout.pp * how.layout.stages_per_rank) == 0
+        ]
+        assert len(possible) > len(even)
+        assert set(interleaved(megatron)) == set(even)
+        assert bool(even) == (n_layers == 12)
 
 
 def test_the_pareto_front_has_every_layout_that_no_other_beats() -> None:

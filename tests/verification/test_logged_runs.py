@@ -1047,6 +1047,12 @@ def test_results_of_several_runs_in_one_folder_are_several_runs(tmp_path: Path) 
             writer.add_hparams({"lr": run["lr"]}, {"hparam/loss": run["loss"]}, run_name=name)
     document = transfer_of_runs(tmp_path, loss="hparam/loss")
     assert (document.settings["scales"], document.settings["seeds"]) == (["width 64", "width 128"], 2)
+    # A number of a name that is no column distinguishes runs, too: these are no older results of the same runs.
+    name = f"width64-lr{runs[0]['lr']}-wd0.2-seed0"
+    with SummaryWriter(tmp_path) as writer:
+        writer.add_hparams({"wd": 0.2}, {"hparam/loss": 2.0}, run_name=name)
+    with pytest.raises(InputError, match=r"seed0 repeats the size, lr and seed of .*; keep one of them"):
+        transfer_of_runs(tmp_path, loss="hparam/loss")
 
 
 def tensorboard_runs(folder: Path, *names: str) -> Path:

@@ -64,36 +64,42 @@ def file_identity(path: Path) -> Hashable:
 def missing_shards(source: str, files: Iterable[Path], pattern: str | None = None) -> Iterator[str]:
     """Yield a note if files are missing, according to names such as train-00002-of-00003.parquet.
 
-    Names that differ only in the number are one set, also if the files are in several folders. Numbers begin at 0, or
-    at 1 if the file with the last number exists (00003 in a set of 3). Missing files that the source does not match
-    are ignored, because a user may choose only some of the files on purpose.
+    Names that differ only in the number are one set, also in several folders. But if two folders have the same
+    number, each folder has a set of its own. Numbers begin at 0, or at 1 if the file with the last number exists
+    (00003 in a set of 3). Missing files that the source does not match are ignored, because a user may choose only
+    some of the files on purpose.
 
     Args:
         source: the source, as the recipe names it.
         files: the files of the source.
         pattern: the name or pattern of names in ``source``; None if the source is a folder.
     """
-    sets: dict[tuple[str, str], dict[int, re.Match[str]]] = {}
-    folders: dict[tuple[str, str], set[Path]] = {}
+    found: dict[tuple[str, str], dict[Path, dict[int, re.Match[str]]]] = {}  # by name and count, then by folder
     for path in files:
-        if found := _SHARD.fullmatch(path.name):
-            key = found["set"], found["count"]
-            sets.setdefault(key, {})[int(found["number"])] = found
-            folders.setdefault(key, set()).add(path.parent)
+        if name := _SHARD.fullmatch(path.name):
+            of_name = found.setdefault((name["set"], name["count"]), {})
+            of_name.setdefault(path.parent, {})[int(name["number"])] = name
+    sets: list[tuple[list[Path], dict[int, re.Match[str]]]] = []
+    for by_folder in found.values():
+        together = {number: name for shards in by_folder.values() for number, name in shards.items()}
+        if len(together) == sum(map(len, by_folder.values())):
+            sets.append((list(by_folder), together))
+        else:  # a number is in two folders, so each folder has a set of its own
+            sets += [([folder], shards) for folder, shards in by_folder.items()]
     total, missing = 0, 0
     named: list[str] = []
     chosen = ""
-    for key, shards in sets.items():
+    for folders, shards in sets:
         one = next(iter(shards.values()))
-        away = _missing_numbers(shards, folders[key], pattern)
+        away = _missing_numbers(shards, folders, pattern)
         if not away:
             continue
         # With several folders, nobody knows which of them should have the file.
-        place = "" if len(folders[key]) > 1 else os.path.join(*folders[key], "")
+        place = "" if len(folders) > 1 else os.path.join(*folders, "")
         total += int(one["count"])
         missing += len(away)
         named += [place + _shard_name(one, number) for number in away[:NAMED_SHARDS]]
-        chosen = chosen or (place if pattern is None else "") + _pattern_of(shards, one)
+        chosen = chosen or place + _pattern_of(shards, one)
     if missing:
         are = "is" if missing == 1 else "are"
         names = ", ".join([*named[:NAMED_SHARDS], *["..."] * (missing > NAMED_SHARDS)])

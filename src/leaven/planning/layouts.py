@@ -263,7 +263,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
             continue
         too_much: list[int] = []
         for how in possible:
-            if any(how.micro_batch % size == 0 for size in too_much):
+            if any(how.micro_batch % size == 0 for size in too_much) or not _can_interleave(job, how):
                 continue
             candidate = LayoutCandidate(job, how)
             if candidate.fits:
@@ -273,6 +273,14 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
                 too_much.append(how.micro_batch)
     too_large.sort(key=lambda misfit: misfit.memory.total)
     return Exploration(job, tuple(ranked(fitting)), tuple(too_large), refusal)
+
+
+def _can_interleave(job: Job, how: Arrangement) -> bool:
+    """Return whether the training code can run the stages of this arrangement. See ``even_stages`` of its fields."""
+    layout, stages = how.layout, how.layout.pp * how.layout.stages_per_rank
+    if layout.stages_per_rank == 1 or not job.code.even_stages:
+        return True
+    return how.grad_accumulation % layout.pp == 0 and job.model.n_layers % stages == 0
 
 
 def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:

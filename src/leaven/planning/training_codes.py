@@ -72,6 +72,8 @@ class TrainingCode:
     # Pipeline.
     keeps_outputs: bool = False  # a pipeline stage keeps its outputs in memory after sending them
     balance: Balance = "weight"  # how blocks are assigned to stages: see :func:`stages.stage_layers`
+    # Several stages on a rank need a multiple of pp micro-batches, and the same number of layers in every stage.
+    even_stages: bool = False
     # Overhead. Usual values are 1 to 2 GB (Ultra-Scale Playbook) and 5 to 10%.
     fixed_gib: float = 2.0  # GiB of device context, NCCL and kernels
     slack: float = 0.05  # share of all other memory that the allocator reserves but cannot use

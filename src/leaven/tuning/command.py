@@ -62,9 +62,13 @@ _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 # A word like a number, or of the asterisks that Fortran prints for one; not "**2.5**" or the start of "2.50.1.ckpt".
 _UNREADABLE = r"(?:[-+]?\.?\d[\d.,_]*|\*{2,})(?![^ \t\n])"
 _STEP = r"\d+(?:[,_]\d{3})*"
-# Spaces that pad a number to a width. An escape, because (?x) ignores plain spaces; a limit, because two repetitions
-# in a row would take long for many spaces.
-_PADDING = r"\x20{0,199}"
+# Spaces that pad a number to a width. An escape, because (?x) ignores plain spaces; without backtracking (the last
+# +), and not beside a repetition such as .*, which takes spaces, too: two in a row would take long for many spaces.
+_PADDING = r"\x20{0,199}+"
+_REPEATED = (
+    re.compile(r"(?:[*+]|\d\})[?+]?\x20?\Z"),
+    re.compile(r"\x20?\.[*+]|\x20[*+?{]"),
+)  # before and after a placeholder
 # Where they may be: regular expressions for the pattern before a placeholder, which does not end with (?:, (?= or
 # (?<=, and for the pattern after it. After " {", another placeholder may follow, with spaces before it.
 _MAY_PAD = (r"(?s)(?!.*\(\?[\w<-]*[:=]\Z).*(?:[ :=,;]|\\[s|(\[]|\[[ :=,;]+\])\Z", r" (?![*+?{])")
@@ -167,9 +171,11 @@ class LossSource(Part):
         for name, group in (("loss", f"(?P<loss>{loss})"), ("step", f"(?P<step>{_STEP})")):
             before, placeholder, after = found.partition(f"{{{name}}}")
             if placeholder:
-                left = _PADDING if re.match(may_pad[0], before) else ""
-                right = _PADDING if re.match(may_pad[1], after) else ""
-                found = f"{before}{left}{group}{right}{after}"
+                if re.match(may_pad[0], before) and not _REPEATED[0].search(before):
+                    before += _PADDING
+                if re.match(may_pad[1], after) and not _REPEATED[1].match(after):
+                    after = f" {_PADDING}{after[1:]}" if after.startswith(" ") else _PADDING + after
+                found = f"{before}{group}{after}"
         return found
 
     @property

@@ -220,7 +220,8 @@ def _older_results(runs: Iterable[Path], loss: str, root: Path, columns: Collect
     newest: dict[Hashable, tuple[float, Path]] = {}
     found = set[Path]()
     for folder in runs if loss.startswith("hparam/") else ():
-        if folder.is_dir() and any(EVENTS in file.name for file in folder.parent.iterdir()):
+        # A run has values of its own. The folder above many runs may have an event file without any.
+        if folder.is_dir() and any(tensorboard_tags(file) for file in _event_files(folder.parent)):
             files = [file for file in folder.iterdir() if EVENTS in file.name]
             events = [event for file in files for event in tensorboard_events(file, loss)]
             last = max((time for time, _, row in events if row.get(loss) is not None), default=0.0)
