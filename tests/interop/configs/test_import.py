@@ -312,6 +312,19 @@ def test_arguments_of_the_script_may_be_flags(arguments: str, names: list[str]) 
     assert [line.removesuffix(unset) for line in unknown if line.endswith(unset)] == names
 
 
+@pytest.mark.parametrize("default", [":---swiglu --bf16", ":---bf16", ":-", "-", ':-""', ":=", ":-$@"])
+@pytest.mark.parametrize("use", ["$MORE", "${MORE}", "$MORE ${MORE:-}", "$ALL"])
+def test_a_variable_that_is_its_own_default_may_have_flags(default: str, use: str) -> None:
+    text = f'export MORE="${{MORE{default}}}"\nALL="--seed 1 $MORE"\ntorchrun pretrain_gpt.py {SHAPE} --lr 1 {use}'
+    unknown = from_megatron.read(text, "args.sh", "x").unknown
+    assert [line for line in unknown if "flags" in line] == ["$MORE: its flags are unknown until the script runs"]
+
+
+def test_a_variable_with_another_text_as_default_is_not_listed() -> None:
+    text = f"DATA=${{DATA:-/data}}\ntorchrun pretrain_gpt.py {SHAPE} --lr 1 --data-path 1 $DATA"
+    assert not any("$DATA" in line for line in from_megatron.read(text, "args.sh", "x").unknown)
+
+
 @pytest.mark.parametrize(
     ("script", "names"),
     [

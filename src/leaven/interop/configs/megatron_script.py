@@ -18,6 +18,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
 # Arguments of the script or of a function, such as $1, $@ and ${@:2}.
 _POSITIONAL = re.compile(r"\$(?:[@*1-9]|\{(?:[@*]|\d+)(?:[:=+?-][^{}]*)?\})")
+# The begin of a value such as ${ARGS:---bf16}, in which the default is empty or may have flags.
+_DEFAULT = re.compile(r"\(?\$\{(\w+)(?:\[[@*]\])?:?[-=][-$}]")
 _OPEN = re.compile(r"\$\{?(\w+|[@*])")
 _FLAG = re.compile(r"(?:^|\s)--\w")
 _COMMAND = "$_COMMAND_"
@@ -276,6 +278,7 @@ class _Script:
         self._blocks = _Blocks()
         self._inside: dict[str, list[str]] = {}  # variables in an array or text without flags: its variable -> names
         self._with_flags: set[str] = set()  # variables that contain flags
+        self._given: set[str] = set()  # variables that may have flags before the script: ARGS=${ARGS:-}
         self._waiting: list[list[str]] = []  # the variables of each command without a flag
         self._asides: set[int] = set()  # numbers of commands that are only texts
         self._others: set[int] = set()  # numbers of commands that run a script that does not train
@@ -323,6 +326,8 @@ class _Script:
         """Record a value of a variable. ``before`` and ``words`` are the words around the assignment."""
         self._use(value)
         self._trains |= _TRAINING.search(value) is not None
+        if (default := _DEFAULT.match(value)) and default[1] == name:
+            self._given.add(name)
         alone = not words or _END.fullmatch(words[0]) or _ASSIGNMENT.match(words[0])
         begins = before in _BEFORE_ASSIGNMENT or (_END.fullmatch(before) and not self._joined)
         if alone and begins and name not in self._used and self._blocks.still_in(self._changed.get(name, 0)):
@@ -493,7 +498,7 @@ class _Script:
         """Return the unset variables in places where a flag is possible.
 
         A set variable in such a place is replaced by the variables in its value: after ``ARGS=$@``, ``$ARGS`` becomes
-        ``$@``.
+        ``$@``. A variable with itself as a default, such as ``ARGS=${ARGS:-}``, counts as unset.
         """
         found: dict[str, None] = {}
         words, followed = deque(self.loose), set()
@@ -504,6 +509,8 @@ class _Script:
                 found[word] = None
             elif names[0] not in followed:
                 followed.add(names[0])
+                if names[0] in self._given:
+                    found[word] = None
                 values = (*self._values_of(word), *self._inside.get(names[0], ()))
                 words.extend(part for value in values for part in value.split() if _is_argument(part))
         return list(found)
