@@ -208,6 +208,23 @@ def test_two_precisions_in_two_branches_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--bf16 --fp16", "--bf16, --fp16"),
+        ('"--bf16 --lr 1e-4" "--fp16 --lr 1e-4"', "--bf16 --lr 1e-4, --fp16 --lr 1e-4"),
+    ],
+)
+def test_two_precisions_in_a_loop_are_listed(words: str, named: str) -> None:
+    loop = f"for P in {words}; do\n torchrun pretrain_gpt.py {MINIMAL} $P\ndone"
+    for script in (loop, f"if [ $X ]; then for P in {words}\ndo torchrun pretrain_gpt.py {MINIMAL} $P; done; fi"):
+        unknown = from_megatron.read(script, "args.sh", "x").unknown
+        assert f"$P (in a loop over {named}): its flags are unknown until the script runs" in unknown
+        assert "precision.compute: the script has --bf16 and --fp16 in different places; bf16 is used" in unknown
+    with pytest.raises(InputError, match="two precisions"):
+        parse_flags(loop.replace("$P", "--bf16 --fp16"), "x")
+
+
+@pytest.mark.parametrize(
     "other",
     [
         'echo "usage: $0 --bf16 | --fp16"',

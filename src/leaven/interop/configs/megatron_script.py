@@ -281,6 +281,7 @@ class _Script:
         self._given: set[str] = set()  # variables that may have flags before the script: ARGS=${ARGS:-}
         self._waiting: list[list[str]] = []  # the variables of each command without a flag
         self._asides: set[int] = set()  # numbers of commands that are only texts
+        self._lists: set[int] = set()  # numbers of commands that are the words of a loop
         self._others: set[int] = set()  # numbers of commands that run a script that does not train
         self._trains = False  # whether the script names one that trains
         self._flag = ""
@@ -428,6 +429,7 @@ class _Script:
         elif arguments and _NAME.fullmatch(arguments[0]):
             rest = arguments[1:2] + first[len(arguments) : len(arguments) + 3]
             if "do" in rest or len(arguments) == MOST_WORDS:  # otherwise no loop of a shell
+                self._lists.add(self._command.number)
                 self._loop(*arguments)
 
     def _loop(self, name: str, *words: str) -> None:
@@ -480,7 +482,9 @@ class _Script:
             self.loose += list(after)[1:]
 
     def require_one_precision(self) -> None:
-        """Raise InputError if one command has both --bf16 and --fp16. A script may have them in two branches.
+        """Raise InputError if one command has both --bf16 and --fp16.
+
+        A script may have them in two branches, or as the words of a loop.
 
         A precision that only a text or another program has, such as a converter, is removed beside the other.
         """
@@ -489,7 +493,7 @@ class _Script:
             return
         aside = self._asides | (self._others if self._trains else set())
         possible: dict[str, set[int]] = {flag: commands.keys() - aside for flag, commands in given.items()}
-        if possible["bf16"] & possible["fp16"]:
+        if possible["bf16"] & possible["fp16"] - self._lists:
             raise InputError(f"{self._origin}: --bf16 and --fp16: these are two precisions; remove one")
         if any(possible.values()):
             self.flags = {flag: words for flag, words in self.flags.items() if possible.get(flag, {0})}
