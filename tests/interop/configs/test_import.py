@@ -242,6 +242,44 @@ def test_the_precision_of_a_text_or_another_program_does_not_count(other: str) -
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun pretrain_gpt.py {} --fp16",
+        "SCRIPT=pretrain_gpt.py\nCMD=(torchrun $SCRIPT)\n${{CMD[@]}} {} --fp16",
+        'ARGS="{} --fp16"\ntorchrun pretrain_gpt.py $ARGS',
+        'ARGS=(\n{}\n--fp16\n)\nSCRIPT=pretrain_gpt.py\nMORE="$1 ${{ARGS[@]}}"\ntime torchrun $SCRIPT $MORE',
+        'CMD="pretrain_gpt.py {} --fp16"\nbash -c "torchrun $CMD"',
+        'SCRIPT=pretrain_gpt.py; CMD="$SCRIPT {} --fp16"\ntorchrun $CMD',
+        "bash -c 'torchrun pretrain_gpt.py {} --fp16'",
+    ],
+)
+def test_the_precision_of_another_program_does_not_count_beside_training(command: str) -> None:
+    text = f"cp $DIR/pretrain_gpt.py .\npython convert.py --bf16\n{command.format(SHAPE)}"
+    found = from_megatron.read(text, "args.sh", "x")
+    assert found.recipe.precision.compute == "fp16"
+    assert not any("precision" in line for line in found.unknown)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "cp $DIR/pretrain_gpt.py run.py",
+        "SRC=$DIR/pretrain_gpt.py\ncp -- $SRC $MORE",
+        "sudo cp --update pretrain_gpt.py $1",
+        "[ -f pretrain_gpt.py ] || exit 1",
+        "if [[ ! -f pretrain_gpt.py && -n $MORE ]]; then exit; fi",
+        "test -f pretrain_gpt.py $MORE && ls -l pretrain_gpt.py $MORE",
+        "ln -s pretrain_gpt.py $MORE; mv pretrain_gpt.py $MORE",
+        "sed -i s/a/b/ pretrain_gpt.py",
+    ],
+)
+def test_a_command_that_only_names_the_training_script_does_not_train(other: str) -> None:
+    text = f'MORE="--seed 1 --bf16"\n{other}\ntorchrun run.py {SHAPE} --fp16'
+    found = from_megatron.read(text, "args.sh", "x")
+    assert "precision.compute: the script has --bf16 and --fp16 in different places; bf16 is used" in found.unknown
+
+
+@pytest.mark.parametrize(
     ("strategy", "zero"),
     [(None, 0), ("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("optim_grads_params", 3), ("$SHARDING", 0)],
 )
