@@ -208,6 +208,23 @@ def test_two_precisions_in_two_branches_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--bf16 --fp16", "--bf16, --fp16"),
+        ('"--bf16 --lr 1e-4" "--fp16 --lr 1e-4"', "--bf16 --lr 1e-4, --fp16 --lr 1e-4"),
+    ],
+)
+def test_two_precisions_in_a_loop_are_listed(words: str, named: str) -> None:
+    loop = f"for P in {words}; do\n torchrun pretrain_gpt.py {MINIMAL} $P\ndone"
+    for script in (loop, f"if [ $X ]; then for P in {words}\ndo torchrun pretrain_gpt.py {MINIMAL} $P; done; fi"):
+        unknown = from_megatron.read(script, "args.sh", "x").unknown
+        assert f"$P (in a loop over {named}): its flags are unknown until the script runs" in unknown
+        assert "precision.compute: the script has --bf16 and --fp16 in different places; bf16 is used" in unknown
+    with pytest.raises(InputError, match="two precisions"):
+        parse_flags(loop.replace("$P", "--bf16 --fp16"), "x")
+
+
+@pytest.mark.parametrize(
     "other",
     [
         'echo "usage: $0 --bf16 | --fp16"',
@@ -222,6 +239,44 @@ def test_the_precision_of_a_text_or_another_program_does_not_count(other: str) -
         found = from_megatron.read(f"{other}\n{command} {SHAPE} --fp16", "args.sh", "x")
         assert found.recipe.precision.compute == "fp16"
         assert not any("precision" in line for line in found.unknown)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun pretrain_gpt.py {} --fp16",
+        "SCRIPT=pretrain_gpt.py\nCMD=(torchrun $SCRIPT)\n${{CMD[@]}} {} --fp16",
+        'ARGS="{} --fp16"\ntorchrun pretrain_gpt.py $ARGS',
+        'ARGS=(\n{}\n--fp16\n)\nSCRIPT=pretrain_gpt.py\nMORE="$1 ${{ARGS[@]}}"\ntime torchrun $SCRIPT $MORE',
+        'CMD="pretrain_gpt.py {} --fp16"\nbash -c "torchrun $CMD"',
+        'SCRIPT=pretrain_gpt.py; CMD="$SCRIPT {} --fp16"\ntorchrun $CMD',
+        "bash -c 'torchrun pretrain_gpt.py {} --fp16'",
+    ],
+)
+def test_the_precision_of_another_program_does_not_count_beside_training(command: str) -> None:
+    text = f"cp $DIR/pretrain_gpt.py .\npython convert.py --bf16\n{command.format(SHAPE)}"
+    found = from_megatron.read(text, "args.sh", "x")
+    assert found.recipe.precision.compute == "fp16"
+    assert not any("precision" in line for line in found.unknown)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "cp $DIR/pretrain_gpt.py run.py",
+        "SRC=$DIR/pretrain_gpt.py\ncp -- $SRC $MORE",
+        "sudo cp --update pretrain_gpt.py $1",
+        "[ -f pretrain_gpt.py ] || exit 1",
+        "if [[ ! -f pretrain_gpt.py && -n $MORE ]]; then exit; fi",
+        "test -f pretrain_gpt.py $MORE && ls -l pretrain_gpt.py $MORE",
+        "ln -s pretrain_gpt.py $MORE; mv pretrain_gpt.py $MORE",
+        "sed -i s/a/b/ pretrain_gpt.py",
+    ],
+)
+def test_a_command_that_only_names_the_training_script_does_not_train(other: str) -> None:
+    text = f'MORE="--seed 1 --bf16"\n{other}\ntorchrun run.py {SHAPE} --fp16'
+    found = from_megatron.read(text, "args.sh", "x")
+    assert "precision.compute: the script has --bf16 and --fp16 in different places; bf16 is used" in found.unknown
 
 
 @pytest.mark.parametrize(
@@ -310,6 +365,19 @@ def test_arguments_of_the_script_may_be_flags(arguments: str, names: list[str]) 
     unset = ": its flags are unknown until the script runs"
     unknown = from_megatron.read(text, "args.sh", "x").unknown
     assert [line.removesuffix(unset) for line in unknown if line.endswith(unset)] == names
+
+
+@pytest.mark.parametrize("default", [":---swiglu --bf16", ":---bf16", ":-", "-", ':-""', ":=", ":-$@"])
+@pytest.mark.parametrize("use", ["$MORE", "${MORE}", "$MORE ${MORE:-}", "$ALL"])
+def test_a_variable_that_is_its_own_default_may_have_flags(default: str, use: str) -> None:
+    text = f'export MORE="${{MORE{default}}}"\nALL="--seed 1 $MORE"\ntorchrun pretrain_gpt.py {SHAPE} --lr 1 {use}'
+    unknown = from_megatron.read(text, "args.sh", "x").unknown
+    assert [line for line in unknown if "flags" in line] == ["$MORE: its flags are unknown until the script runs"]
+
+
+def test_a_variable_with_another_text_as_default_is_not_listed() -> None:
+    text = f"DATA=${{DATA:-/data}}\ntorchrun pretrain_gpt.py {SHAPE} --lr 1 --data-path 1 $DATA"
+    assert not any("$DATA" in line for line in from_megatron.read(text, "args.sh", "x").unknown)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
 # Arguments of the script or of a function, such as $1, $@ and ${@:2}.
 _POSITIONAL = re.compile(r"\$(?:[@*1-9]|\{(?:[@*]|\d+)(?:[:=+?-][^{}]*)?\})")
+# The begin of a value such as ${ARGS:---bf16}, in which the default is empty or may have flags.
+_DEFAULT = re.compile(r"\(?\$\{(\w+)(?:\[[@*]\])?:?[-=][-$}]")
 _OPEN = re.compile(r"\$\{?(\w+|[@*])")
 _FLAG = re.compile(r"(?:^|\s)--\w")
 _COMMAND = "$_COMMAND_"
@@ -41,6 +43,7 @@ _BEFORE_ASSIGNMENT = {"", "then", "else", "do", "export", "declare", "local", "r
 _OPTIONS_WITH_VALUE = {"read": "dinNptu", "readarray": "dnOsuCc", "mapfile": "dnOsuCc"}
 _BLOCKS = dict.fromkeys(("for", "select", "while", "until"), "done") | {"if": "fi", "case": "esac", "{": "}"}
 _NO_PROGRAM = {"echo", "printf", "[", "[[", "test"}  # flags after these are text
+_NO_TRAINING = _NO_PROGRAM - {"echo", "printf"} | {"cp", "ln", "ls", "mv"}  # names after these are only files
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
@@ -245,6 +248,8 @@ class _Command:
     script: str = ""  # the last word that names a script
     has_flag: bool = False
     trains: bool = False
+    names_training: bool = False  # whether a word or a variable in it names a script that trains
+    has_training_flag: bool = False
     arguments: list[str] = field(default_factory=list)  # variables before the first flag
     before_script: int = 0  # how many of these are before the program or script, such as a launcher
 
@@ -276,10 +281,14 @@ class _Script:
         self._blocks = _Blocks()
         self._inside: dict[str, list[str]] = {}  # variables in an array or text without flags: its variable -> names
         self._with_flags: set[str] = set()  # variables that contain flags
+        self._given: set[str] = set()  # variables that may have flags before the script: ARGS=${ARGS:-}
         self._waiting: list[list[str]] = []  # the variables of each command without a flag
         self._asides: set[int] = set()  # numbers of commands that are only texts
+        self._lists: set[int] = set()  # numbers of commands that are the words of a loop
         self._others: set[int] = set()  # numbers of commands that run a script that does not train
-        self._trains = False  # whether the script names one that trains
+        self._naming: set[str] = set()  # variables that name a script that trains
+        self._after_name: set[str] = set()  # variables after the name of one
+        self._trains = False  # whether a command has such a name and training flags
         self._flag = ""
         self._current: list[str] | None = None  # the words after the last flag of the command, if it has one
         self._command = _Command(0)
@@ -322,7 +331,10 @@ class _Script:
     def _assign(self, name: str, value: str, before: str, words: deque[str]) -> None:
         """Record a value of a variable. ``before`` and ``words`` are the words around the assignment."""
         self._use(value)
-        self._trains |= _TRAINING.search(value) is not None
+        if self._names_training(value):
+            self._naming.add(name)
+        if (default := _DEFAULT.match(value)) and default[1] == name:
+            self._given.add(name)
         alone = not words or _END.fullmatch(words[0]) or _ASSIGNMENT.match(words[0])
         begins = before in _BEFORE_ASSIGNMENT or (_END.fullmatch(before) and not self._joined)
         if alone and begins and name not in self._used and self._blocks.still_in(self._changed.get(name, 0)):
@@ -363,6 +375,7 @@ class _Script:
         if not command.has_flag and not command.is_aside and (command.array or command.script or not command.program):
             self.loose += command.arguments[command.before_script :]
         command.has_flag, command.after_word = True, False
+        command.has_training_flag |= kind_of(_name(flag)) is not None
         if command.is_aside:
             self._asides.add(command.number)
 
@@ -370,6 +383,9 @@ class _Script:
         """Record a word of a command that is no flag."""
         command, argument = self._command, _is_argument(word)
         is_value = self._current == [] and kind_of(_name(self._flag)) != "switch"
+        if argument and command.names_training and command.program not in _NO_TRAINING:
+            self._after_name.update(_OPEN.findall(word))
+        command.names_training |= self._names_training(word)
         if argument and not is_value and not command.after_word:
             after_flag = self._current is not None or command.has_flag
             may_be_flag = (after_flag or command.trains) and not command.is_aside
@@ -382,12 +398,17 @@ class _Script:
             command.after_word = command.array
             command.before_script = len(command.arguments)
             if _TRAINING.search(word):
-                command.trains = self._trains = True
+                command.trains = True
             command.script = word if _SCRIPT.search(word) else command.script
 
     def _close(self) -> None:
         """Record what the command was, after its last word."""
         command = self._command
+        named = command.names_training or command.variable in self._naming
+        if named and command.variable:
+            self._naming.add(command.variable)
+        if command.program not in _NO_TRAINING:
+            self._trains |= named and command.has_training_flag
         if command.script and not command.trains:
             self._others.add(command.number)
         if command.variable and (command.has_flag or command.trains):
@@ -396,6 +417,9 @@ class _Script:
             self._inside.setdefault(command.variable, []).extend(command.arguments)
         if len(command.arguments) > 1 and not command.is_aside:
             self._waiting.append(command.arguments)
+
+    def _names_training(self, text: str) -> bool:
+        return _TRAINING.search(text) is not None or not self._naming.isdisjoint(_OPEN.findall(text))
 
     def _use(self, text: str) -> None:
         """Record that a flag or a variable has ``text`` as its value."""
@@ -423,6 +447,7 @@ class _Script:
         elif arguments and _NAME.fullmatch(arguments[0]):
             rest = arguments[1:2] + first[len(arguments) : len(arguments) + 3]
             if "do" in rest or len(arguments) == MOST_WORDS:  # otherwise no loop of a shell
+                self._lists.add(self._command.number)
                 self._loop(*arguments)
 
     def _loop(self, name: str, *words: str) -> None:
@@ -470,12 +495,15 @@ class _Script:
             more = [name for name in users.pop(names.pop(), ()) if name not in self._with_flags]
             self._with_flags.update(more)
             names += more
+        self._trains |= not self._with_flags.isdisjoint(self._after_name)
         for arguments in self._waiting:
             after = dropwhile(lambda word: self._with_flags.isdisjoint(_OPEN.findall(word)), arguments)
             self.loose += list(after)[1:]
 
     def require_one_precision(self) -> None:
-        """Raise InputError if one command has both --bf16 and --fp16. A script may have them in two branches.
+        """Raise InputError if one command has both --bf16 and --fp16.
+
+        A script may have them in two branches, or as the words of a loop.
 
         A precision that only a text or another program has, such as a converter, is removed beside the other.
         """
@@ -484,7 +512,7 @@ class _Script:
             return
         aside = self._asides | (self._others if self._trains else set())
         possible: dict[str, set[int]] = {flag: commands.keys() - aside for flag, commands in given.items()}
-        if possible["bf16"] & possible["fp16"]:
+        if possible["bf16"] & possible["fp16"] - self._lists:
             raise InputError(f"{self._origin}: --bf16 and --fp16: these are two precisions; remove one")
         if any(possible.values()):
             self.flags = {flag: words for flag, words in self.flags.items() if possible.get(flag, {0})}
@@ -493,7 +521,7 @@ class _Script:
         """Return the unset variables in places where a flag is possible.
 
         A set variable in such a place is replaced by the variables in its value: after ``ARGS=$@``, ``$ARGS`` becomes
-        ``$@``.
+        ``$@``. A variable with itself as a default, such as ``ARGS=${ARGS:-}``, counts as unset.
         """
         found: dict[str, None] = {}
         words, followed = deque(self.loose), set()
@@ -504,6 +532,8 @@ class _Script:
                 found[word] = None
             elif names[0] not in followed:
                 followed.add(names[0])
+                if names[0] in self._given:
+                    found[word] = None
                 values = (*self._values_of(word), *self._inside.get(names[0], ()))
                 words.extend(part for value in values for part in value.split() if _is_argument(part))
         return list(found)
