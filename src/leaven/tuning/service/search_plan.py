@@ -140,7 +140,7 @@ class Budget:
 def final_trials(finalists: int, each: int) -> int:
     """Return the number of final trials: ``each`` trials of every finalist, and confirmation trials.
 
-    The confirmation trials are of the chosen point and the start. There are none with a single finalist.
+    Confirmation trials repeat the chosen point and the start with new seeds. There are none with a single finalist.
     """
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
