@@ -36,7 +36,7 @@ from leaven.planning.operators import (
 )
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import rank_parameters
-from leaven.planning.timing import BlockTime, adding_seconds, block_time, logits_seconds, step_time
+from leaven.planning.timing import BlockTime, StepTime, adding_seconds, block_time, logits_seconds, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TRAINING_CODES, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
@@ -440,3 +440,39 @@ def test_norms_of_queries_and_keys_read_and_write_them_once() -> None:
     )  # seconds to read the queries and keys of half the heads
     assert both.forward - without.forward == pytest.approx(2 * size)
     assert both.backward - without.backward == pytest.approx(3 * size)
+
+
+@pytest.mark.parametrize(
+    ("width", "n_layers", "seq_len", "sequences", "gpu", "measured"),
+    [
+        # docs/log.md, 24 November: trials of leaven on an H100, batches of 10 sequences of 128 tokens
+        (64, 2, 128, 10, "H100-SXM-80GB", 1280 / 0.131e6),
+        (128, 4, 128, 10, "H100-SXM-80GB", 1280 / 0.067e6),
+        (256, 4, 128, 10, "H100-SXM-80GB", 1280 / 0.063e6),
+        # 20 November: `leaven bench examples/350m.toml` on an H200, 16 sequences a batch; no constant is from this row
+        (1024, 24, 1024, 16, "H200-SXM-141GB", 16 * 1024 / 159e3),
+    ],
+)
+def test_a_step_takes_as_long_as_the_host_needs_to_issue_it(
+    width: int, n_layers: int, seq_len: int, sequences: int, gpu: str, measured: float
+) -> None:
+    shape, cluster = gpt(n_layers, width, width // 64, 32_768, seq_len, dropout=0.0), parse_cluster(f"1x{gpu}")
+    found = step_time(shape, Arrangement(Layout(), sequences, 1), cluster, LEAVEN_BF16)
+    assert found.step == pytest.approx(measured, rel=0.12)
+    assert found.host > 0.1 * found.step
+
+
+def test_only_what_the_device_does_not_hide_is_waiting_for_the_host() -> None:
+    shape, cluster = gpt(4, 64, 1, 512, 128), Cluster(1, ROUND)
+    code = replace(LEAVEN_BF16, host_pass=2e-3, host_step=1e-3)
+
+    def step(n: int, recompute: Recompute = "none", code: TrainingCode = code) -> StepTime:
+        return step_time(shape, Arrangement(Layout(recompute=recompute), 1, n), cluster, code)
+
+    assert step(1).step == pytest.approx(4 * 3e-3)
+    assert step(3).step == pytest.approx(4 * (3 * 2e-3 + 1e-3))
+    assert step(3, "full").step == pytest.approx(4 * (3 * 4 / 3 * 2e-3 + 1e-3))
+    fast = replace(code, host_pass=1e-9, host_step=0.0)
+    assert step(1, code=fast) == step(1, code=replace(code, host_pass=0.0, host_step=0.0))
+    cpu = Cluster(1, replace(ROUND, name="cpu"))
+    assert step_time(shape, Arrangement(Layout(), 1, 1), cpu, code).host == 0

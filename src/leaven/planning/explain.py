@@ -22,6 +22,7 @@ PARTS = {
     "bubble": "bubble",
     "data_parallel": "gradient exchange",
     "optimizer": "optimizer",
+    "host": "waiting for the host",
 }
 
 

@@ -25,6 +25,7 @@ from leaven.recipe.recipe import Recipe
 
 N_ALTERNATIVES = 5
 _DOUBLINGS = 8  # numbers of GPUs that :func:`cluster_for` tries
+_MUCH = 0.2  # a plan warns if the GPU waits for the host in a larger share of a step
 # Result of benchmarks/planner_accuracy.py: mean and worst error over every usable row of published tables.
 ACCURACY = (
     "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
@@ -119,6 +120,12 @@ class ClusterPlan:
         if any(source.confidence == "guess" for source in device.sources):
             rest = "MFU and energy" if self.job.calibration else "time, MFU and energy; --measure calibrates the time"
             found.append(f"the speed of {device.name} is a guess, and therefore also {rest}")
+        if chosen.time.host > _MUCH * chosen.time.step:
+            better = "a larger micro-batch" if chosen.arrangement.grad_accumulation > 1 else "a stack of trials"
+            found.append(
+                f"the GPU waits for the host in {chosen.time.host / chosen.time.step:.0%} of a step, because the "
+                f"kernels of so small a model are short; {better} uses the GPU better"
+            )
         if thin_pipeline(chosen.arrangement):
             pp = chosen.arrangement.layout.pp
             found.append(

@@ -1,4 +1,4 @@
-"""Compute the time of a step: operators, transfers, bubble, optimizer.
+"""Compute the time of a step: operators, transfers, bubble, optimizer, and waiting for the host.
 
 Ranks exchange gradients and weights as follows:
 
@@ -8,7 +8,9 @@ Ranks exchange gradients and weights as follows:
   This exchange does not overlap with compute. The first operator of a pass waits for the root unit's weights, and the
   root unit's gradients are complete only at the end of the backward pass.
 
-Stragglers, congestion and a slow host are not modelled.
+The host issues the kernels of a step one after the other, and a GPU runs them meanwhile. So a step takes at least as
+long as the host needs to issue all kernels. This time depends on the number of blocks and micro-batches, not on their
+size. It was measured for leaven's own trainer only. Stragglers and congestion are not modelled.
 """
 
 from collections.abc import Callable
@@ -44,6 +46,7 @@ class StepTime:
     bubble: float  # idle time while the pipeline fills and drains
     data_parallel: float  # exchange of gradients and weights that does not overlap with compute
     optimizer: float
+    host: float = 0.0  # time in which the GPU waits, because the host takes longer to issue the kernels of the step
 
     @property
     def step(self) -> float:
@@ -227,7 +230,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
         share = (held.blocks + held.ends) / ranks + held.experts / ranks_of_expert
     # Only while the pipeline fills and drains, stages wait for activations that are sent behind compute.
     behind = compute + exchanged if code.hidden_transfers and layout.stages_per_rank > 1 else 0.0
-    return StepTime(
+    time = StepTime(
         compute=m * compute,
         tensor_parallel=m * exchanged,
         pipeline=m * max(0.0, transfer - behind),
@@ -237,6 +240,11 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
         ),
         optimizer=2 * share * states / bandwidth + muon_seconds(table, layout, accelerator, code),
     )
+    if accelerator.name == "cpu":  # there, the host computes
+        return time
+    passes = 4 / 3 if layout.recompute == "full" else 1  # recomputation issues the forward pass again
+    issuing = most * (m * passes * code.host_pass + code.host_step)
+    return replace(time, host=max(0.0, issuing - time.step))
 
 
 @cache

@@ -89,6 +89,9 @@ class TrainingCode:
     hidden_transfers: bool = False  # with several stages on a rank, stages send activations behind compute
     shared_nics: bool = True  # a data-parallel collective uses all NICs of its ranks in a node, not only one
     slower: float = 1.0  # factor on the time of a block, fitted to measurements
+    # Host: seconds in which it issues the kernels of a block, of whatever size. 0: not measured.
+    host_pass: float = 0.0  # for a forward and a backward pass of one micro-batch
+    host_step: float = 0.0  # for clipping, optimizer and metrics, once per step
     # Experts.
     whole_experts: bool = False  # ep x tp ranks have whole experts; otherwise each expert is split over tp ranks
     # A token is sent to each of its experts (expert), or once to each node and each rank with any of them (node).
