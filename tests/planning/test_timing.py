@@ -449,7 +449,7 @@ def test_norms_of_queries_and_keys_read_and_write_them_once() -> None:
         (64, 2, 128, 10, "H100-SXM-80GB", 1280 / 0.131e6),
         (128, 4, 128, 10, "H100-SXM-80GB", 1280 / 0.067e6),
         (256, 4, 128, 10, "H100-SXM-80GB", 1280 / 0.063e6),
-        # 20 November: `leaven bench examples/350m.toml` on an H200, 16 sequences a batch; no constant is from this row
+        # 20 November: `leaven bench examples/350m.toml` on an H200, 16 sequences; no constant is from this row
         (1024, 24, 1024, 16, "H200-SXM-141GB", 16 * 1024 / 159e3),
     ],
 )
