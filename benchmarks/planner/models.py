@@ -96,6 +96,38 @@ _EXPERTS = {
         qkv_bias=True, n_dense_layers=0, n_experts=60, experts_per_token=4, n_shared_experts=4, d_expert=1408,
         source="Qwen1.5-MoE-A2.7B, config.json: a shared expert of 5632", confidence="paper-memory",
     ),
+    "llama-4-maverick": PublishedArchitecture(
+        n_layers=48, d_model=5120, n_heads=40, n_kv_heads=8, d_head=128, d_ff=16_384, vocab_size=202_048,
+        activation="swiglu", gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False,
+        bias=False, n_dense_layers=24, n_experts=128, experts_per_token=1, n_shared_experts=1, d_expert=8192,
+        source="NVIDIA/NeMo, commit 7a8f1cc7bc: llama4_e128: every second layer dense", confidence="file",
+    ),
+    "minimax-m2.5": PublishedArchitecture(
+        n_layers=62, d_model=3072, n_heads=48, n_kv_heads=8, d_head=128, d_ff=1536, vocab_size=200_064,
+        activation="swiglu", gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=True,
+        bias=False, n_dense_layers=0, n_experts=256, experts_per_token=8, n_shared_experts=0, d_expert=1536,
+        source="AMD-AGI/Primus: primus/configs/models/megatron/minimax_m2.5.yaml (vocabulary: the model's config.json)",
+        confidence="file",
+    ),
+    "pai-qwen1.5-8x": PublishedArchitecture(
+        n_layers=24, d_model=2048, n_heads=16, n_kv_heads=16, d_ff=5504, vocab_size=151_936, activation="swiglu",
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, qkv_bias=True,
+        n_dense_layers=0, n_experts=8, experts_per_token=2, n_shared_experts=0, d_expert=5504,
+        source="FlagOpen/FlagPerf: benchmarks/qwen1.5_MoE/megatron/megatron_pai_main.sh", confidence="file",
+    ),
+    "glm-4.7-flash": PublishedArchitecture(
+        n_layers=47, d_model=2048, n_heads=20, d_ff=10_240, vocab_size=154_880, activation="swiglu", gated=True,
+        norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, attention="MLA",
+        n_dense_layers=1, n_experts=64, experts_per_token=4, n_shared_experts=1, d_expert=1536, q_lora_rank=768,
+        kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256,
+        source="NVIDIA-NeMo/Automodel: examples/llm_benchmark/glm/glm_4.7_flash_mok_4gpu.yaml", confidence="file",
+    ),
+    **{f"kempner-moe-{n}e": PublishedArchitecture(  # 9.23e9 and 17.69e9 parameters, as the source prints
+        n_layers=24, d_model=2048, n_heads=16, n_kv_heads=4, d_ff=7168, vocab_size=128_256, activation="swiglu", gated=True,
+        norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, n_dense_layers=0,
+        n_experts=n, experts_per_token=2, n_shared_experts=0, d_expert=7168,
+        source="KempnerInstitute/KempnerForge: benchmarks/moe_packed, config/model.py", confidence="file",
+    ) for n in (8, 16)},
 }  # fmt: skip
 
 
