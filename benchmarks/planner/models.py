@@ -106,13 +106,13 @@ _EXPERTS = {
         n_layers=62, d_model=3072, n_heads=48, n_kv_heads=8, d_head=128, d_ff=1536, vocab_size=200_064,
         activation="swiglu", gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=True,
         bias=False, n_dense_layers=0, n_experts=256, experts_per_token=8, n_shared_experts=0, d_expert=1536,
-        source="AMD-AGI/Primus: primus/configs/models/megatron/minimax_m2.5.yaml (vocabulary: the model's config.json)",
+        source="AMD-AGI/Primus: primus/configs/models/megatron/minimax_m2.5.yaml, with the vocabulary from memory",
         confidence="file",
     ),
     "pai-qwen1.5-8x": PublishedArchitecture(
         n_layers=24, d_model=2048, n_heads=16, n_kv_heads=16, d_ff=5504, vocab_size=151_936, activation="swiglu",
-        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, qkv_bias=True,
-        n_dense_layers=0, n_experts=8, experts_per_token=2, n_shared_experts=0, d_expert=5504,
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False,
+        qkv_bias=True, n_dense_layers=0, n_experts=8, experts_per_token=2, n_shared_experts=0, d_expert=5504,
         source="FlagOpen/FlagPerf: benchmarks/qwen1.5_MoE/megatron/megatron_pai_main.sh", confidence="file",
     ),
     "glm-4.7-flash": PublishedArchitecture(
@@ -123,8 +123,8 @@ _EXPERTS = {
         source="NVIDIA-NeMo/Automodel: examples/llm_benchmark/glm/glm_4.7_flash_mok_4gpu.yaml", confidence="file",
     ),
     **{f"kempner-moe-{n}e": PublishedArchitecture(  # 9.23e9 and 17.69e9 parameters, as the source prints
-        n_layers=24, d_model=2048, n_heads=16, n_kv_heads=4, d_ff=7168, vocab_size=128_256, activation="swiglu", gated=True,
-        norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, n_dense_layers=0,
+        n_layers=24, d_model=2048, n_heads=16, n_kv_heads=4, d_ff=7168, vocab_size=128_256, activation="swiglu",
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, n_dense_layers=0,
         n_experts=n, experts_per_token=2, n_shared_experts=0, d_expert=7168,
         source="KempnerInstitute/KempnerForge: benchmarks/moe_packed, config/model.py", confidence="file",
     ) for n in (8, 16)},

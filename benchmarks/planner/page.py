@@ -2,6 +2,7 @@
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -19,54 +20,18 @@ _HEAD = "| table | rows with memory | first run | today | rows with time | first
 _BLIND_TABLE, _LATER_TABLE = (
     re.compile(rf"{re.escape(_HEAD + last)}.*\n(?:\|.*\n)+") for last in ("second run", "today")
 )
-# Mean errors of earlier runs on each table of the blind tests: of memory, and of time. In the first test, memory did
-# not change until the second run. Between the two runs faults were searched in the tables of ``SEARCHED`` alone, as
-# decided before the first run, and after the second run in all of them. The later tests have one earlier run. Their
-# results were decided on before it: the means over the tables whose names do not end in one of ``APART``.
-BLIND: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "simumax_b200_deepseek_v2": ((0.025,), (0.160, 0.035)),
-    "simumax_b200_llama3_70b": ((0.012,), (0.290, 0.189)),
-    "simumax_b200_deepseek_v3": ((0.019,), (0.294, 0.184)),
-    "simumax_b200_llama3_405b": ((0.047,), (0.272, 0.164)),
-    "simumax_b200_long_context": ((0.031,), (0.140, 0.130)),
-    "megatron_experts_h100": ((0.0,), (0.691, 0.596)),
-    "megatron_bridge_experts": ((0.0,), (0.103, 0.056)),
+# Mean errors of earlier runs on each table of the blind tests, by kind; see the file.
+_TESTS: dict[str, dict[str, dict[str, list[float]]]] = tomllib.loads(
+    (Path(__file__).parents[1] / "published" / "blind-runs.toml").read_text(encoding="utf-8")
+)
+BLIND = _TESTS["first"]
+LATER = {test: tables for test, tables in _TESTS.items() if test != "first"}
+_EARLIER = {table: errors for tables in _TESTS.values() for table, errors in tables.items()}
+PROPER = {  # the tables that count
+    test: [name for name in tables if not name.endswith(("_fp8", "_unsure", "_natural", "_near"))]
+    for test, tables in LATER.items()
 }
-SECOND: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "folding_batch_256": ((0.0,), (0.06938,)),
-    "folding_scaling": ((0.0,), (0.08576,)),
-    "megatron_mixtral_h100": ((0.0,), (0.03257,)),
-    "modelzoo_2026": ((0.0,), (0.04407,)),
-    "bridge_qwen3_30b_h100": ((0.02078,), (0.04873,)),
-    "automodel_h100": ((0.0,), (0.25326,)),
-    "primus_mi355x": ((0.15281,), (0.32349,)),
-    "folding_mixtral_8x22b_fp8": ((0.0,), (0.04276,)),
-    "bridge_qwen3_fp8": ((0.0,), (0.14005,)),
-    "folding_g8t8_unsure": ((0.0,), (0.07911,)),
-    "primus_mi355x_unsure": ((0.09412,), (0.40366,)),
-    "bridge_natural": ((0.00691,), (0.3174,)),
-}
-THIRD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "grok1_h100": ((0.0,), (0.10755,)),
-    "mixtral_h200": ((0.0,), (0.01837,)),
-    "xtuner_h800": ((0.0,), (0.26995,)),
-    "pai_h800": ((0.0,), (0.0699,)),
-    "bridge_qwen3_235b_b200": ((0.0,), (0.09512,)),
-    "torchtitan_deepep_b200": ((0.26466,), (0.2979,)),
-    "xtuner_h800_near": ((0.0,), (0.1471,)),
-    "bridge_qwen3_30b_near": ((0.06534,), (0.04373,)),
-    "mcore_release_natural": ((0.08219,), (0.13056,)),
-    "grok1_gb200_unsure": ((0.0,), (0.09419,)),
-    "swift_unsure": ((0.09788,), (0.35523,)),
-    "torchtitan_fsdp_unsure": ((0.30948,), (0.23585,)),
-}
-APART = ("_fp8", "_unsure", "_natural", "_near")
-PROPER = {number: [name for name in test if not name.endswith(APART)] for number, test in ((2, SECOND), (3, THIRD))}
-OTHER_CODES = (
-    "automodel_h100",
-    "primus_mi355x",
-    "torchtitan_deepep_b200",
-)  # the others are of Megatron-LM on NVIDIA's
+OTHER_CODES = ("automodel", "primus", "torchtitan", "titan", "prime_rl")  # others are Megatron-LM on NVIDIA's devices
 SEARCHED = ("simumax_b200_deepseek_v2", "simumax_b200_llama3_70b")
 EXPERTS = ("simumax_b200_deepseek_v2", "simumax_b200_deepseek_v3", "megatron_experts_h100", "megatron_bridge_experts")
 _TWO_READINGS = ("megatron_experts_h100", "qwen3 row 3")
@@ -89,7 +54,7 @@ _SIZE, _LEFT, _TOP = 330, 62, 46
 def renewed(page: str, printed: str, verdicts: list[TableVerdict], later: list[TableVerdict]) -> str:
     """The page with the current output in its code block, and the current results in its tables.
 
-    ``later`` has the results on the tables of the second and the third blind test.
+    ``later`` has the results on the tables of the later blind tests.
     """
     page = _FENCE.sub(lambda _: f"```\n{_COMMAND}\n{printed}\n```", page)
     page = _BLIND_TABLE.sub(lambda _: blind_test(verdicts), page)
@@ -111,18 +76,18 @@ def blind_test(verdicts: list[TableVerdict]) -> str:
 
 
 def later_blind_tests(verdicts: list[TableVerdict]) -> str:
-    """The table of the second and the third blind test: mean errors of the first run and of today."""
-    proper = [*PROPER[2], *PROPER[3]]
-    megatron = [name for name in proper if name not in OTHER_CODES]
+    """The table of the later blind tests: mean errors of the first run and of today."""
+    proper = [name for names in PROPER.values() for name in names]
+    others = [name for name in proper if name.startswith(OTHER_CODES)]
     rows = list[tuple[str, list[str]]]()
-    for number, names in PROPER.items():
+    for test, names in PROPER.items():
         rows += [(name, [name]) for name in names]
-        rows += [(f"**the {'second' if number == 2 else 'third'} test: all of these**", names)]
+        rows += [(f"**the {test} test: all of these**", names)]
     rows += [
-        ("**both tests, Megatron-LM and its forks on NVIDIA's devices**", megatron),
-        ("**both tests, other codes or devices**", list(OTHER_CODES)),
+        ("**all tests, Megatron-LM and its forks on NVIDIA's devices**", [n for n in proper if n not in others]),
+        ("**all tests, other codes or devices**", others),
     ]
-    rows += [(name, [name]) for name in (*SECOND, *THIRD) if name not in proper]
+    rows += [(name, [name]) for tables in LATER.values() for name in tables if name not in proper]
     return f"{_HEAD}today |\n|---|---|---|---|---|---|---|\n" + _blind_rows(rows, verdicts)
 
 
@@ -145,7 +110,7 @@ def blind_means(names: list[str], found: dict[str, TableVerdict], kind: str) -> 
     rows, sums = 0, list[float]()
     for name in names:
         errors = [*map(abs, found[name].errors(kind))]
-        means = [*(BLIND | SECOND | THIRD)[name][kind == "time"], sum(errors) / max(1, len(errors))]
+        means = [*_EARLIER[name][kind], sum(errors) / max(1, len(errors))]
         rows += len(errors)
         sums = [total + len(errors) * mean for total, mean in zip(sums or [0.0] * len(means), means, strict=True)]
     return [rows, *(total / max(1, rows) for total in sums)]
@@ -202,11 +167,11 @@ def bars(verdicts: list[TableVerdict], later: list[TableVerdict]) -> str:
             said = f"{mean:.1%}"
             lines.append((f"{of_experts}: {when}", "15%", said, mean <= BARS["time_err_mean"]))
     by_name = {verdict.table.id: verdict for verdict in later}
-    if by_name.keys() >= {*PROPER[2], *PROPER[3]}:
-        for number, names in PROPER.items():
+    if by_name.keys() >= {name for names in PROPER.values() for name in names}:
+        for test, names in PROPER.items():
             for kind, bar in (("time", "time_err_mean"), ("memory", "memory_err_mean")):
                 rows, first, today = blind_means(names, by_name, kind)
-                what = f"{kind}, mean error of the {rows:.0f} rows of blind test {number} on experts"
+                what = f"{kind}, mean error of the {rows:.0f} rows of the {test} blind test on experts"
                 for when, mean in (("its only run", first), ("today, not blind", today)):
                     lines.append((f"{what}: {when}", f"{BARS[bar]:.0%}", f"{mean:.1%}", mean <= BARS[bar]))
     lines += [
