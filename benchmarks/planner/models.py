@@ -124,8 +124,8 @@ _EXPERTS = {
     ),
     **{f"kempner-moe-{n}e": PublishedArchitecture(  # 9.23e9 and 17.69e9 parameters, as the source prints
         n_layers=24, d_model=2048, n_heads=16, n_kv_heads=4, d_ff=7168, vocab_size=128_256, activation="swiglu",
-        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, n_dense_layers=0,
-        n_experts=n, experts_per_token=2, n_shared_experts=0, d_expert=7168,
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False,
+        n_dense_layers=0, n_experts=n, experts_per_token=2, n_shared_experts=0, d_expert=7168,
         source="KempnerInstitute/KempnerForge: benchmarks/moe_packed, config/model.py", confidence="file",
     ) for n in (8, 16)},
 }  # fmt: skip

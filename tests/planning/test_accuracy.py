@@ -7,7 +7,7 @@ from benchmarks.planner.judge import judge
 from benchmarks.planner.page import EXPERTS, PAGE, PICTURE, SEARCHED, as_printed, blind_means, picture, renewed
 from benchmarks.planner.tables import read
 from benchmarks.planner.verdict import BARS, TableVerdict
-from benchmarks.planner_accuracy import LATER, PUBLISHED, TIMES, accuracy_line, lines, published_times
+from benchmarks.planner_accuracy import LATER_TABLES, PUBLISHED, TIMES, accuracy_line, lines, published_times
 
 from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS
 
@@ -47,7 +47,7 @@ def verdicts() -> dict[str, TableVerdict]:
 
 @cache
 def later_verdicts() -> dict[str, TableVerdict]:
-    return {table.id: judge(table) for path in LATER for table in read(path)}
+    return {table.id: judge(table) for path in LATER_TABLES for table in read(path)}
 
 
 def test_every_published_row_is_there() -> None:
