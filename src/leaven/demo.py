@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from leaven.data.tokens import TokenSet, prepare
+from leaven.documents import sealed
 from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
 from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, write_recipe
@@ -227,7 +228,7 @@ def result_of(demo: DemoDocument) -> DemoResult:
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
-    write_text(folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
+    write_text(folder / "demo.json", json.dumps(sealed(document.dump()), indent=2) + "\n")
 
 
 def base_recipe() -> Recipe:

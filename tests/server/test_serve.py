@@ -24,6 +24,7 @@ from tests.cli.conftest import Verb, leaven  # noqa: F401
 from tests.views.chromium import BINARY, Browser
 from tests.views.written import proxy, write_run
 
+from leaven.documents import sealed
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.server import folders as module
@@ -43,7 +44,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(root / "runs/wheat", proxy(), 2.4)
     (root / "study").mkdir()
     study = StudyDocument(name="wheat", method="random", space=(), trials=(TRIAL,))
-    (root / "study/study.json").write_text(study.model_dump_json())
+    (root / "study/study.json").write_text(json.dumps(sealed(json.loads(study.model_dump_json()))))
     write_recipe(proxy(), root / "study/centre.toml")
     return root
 

@@ -10,6 +10,7 @@ import pytest
 import studied
 from studied import replace
 
+from leaven.documents import sealed
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import parameter_table
 from leaven.tuning.point import values
@@ -109,7 +110,7 @@ def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
     document = json.loads((tmp_path / "study/study.json").read_text())
     for empty in (None, [None, None]):
         document["best"]["interval"] = empty
-        (tmp_path / "study/study.json").write_text(json.dumps(document))
+        (tmp_path / "study/study.json").write_text(json.dumps(sealed(document)))
         assert read_study(tmp_path / "study").interval is None
 
 
@@ -149,7 +150,7 @@ def test_infinite_numbers_and_unknown_keys_are_read(tmp_path):
     lost["loss"] = math.inf
     lost["curve"] += [[900_000, None], [950_000, math.nan]]
     document["written_by_a_newer_one"] = True
-    (folder / "study.json").write_text(json.dumps(document))
+    (folder / "study.json").write_text(json.dumps(sealed(document)))
     trial = read_study(folder).trials[lost["number"]]
     assert (trial.loss, len(trial.curve)) == (None, len(lost["curve"]) - 2)
     assert folder_page(folder)
