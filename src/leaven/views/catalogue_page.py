@@ -15,12 +15,9 @@ from statistics import median, quantiles
 import numpy as np
 from markupsafe import Markup, escape
 
-from leaven.catalogue.findings.case import Case
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.terms import read
-from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import adamw_rows
 from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, Figure
 from leaven.views.render import render
@@ -101,13 +98,10 @@ CHARTS = (
 )  # fmt: skip
 
 
-def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> str:
-    """Return the page of the published runs as HTML. Its charts also show the recipe ``own``, if given."""
-    hues, values = hues_of(runs), dict[str, float]()
-    if own:
-        case = Case(own, adamw_rows(own))  # the lr and init std are those of the hidden weights
-        values = {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
-    drawn = {chart.key: scatter(chart, runs, hues, own, values.get(chart.key)) for chart in CHARTS}
+def catalogue_page(runs: Sequence[PublishedRun]) -> str:
+    """Return the page of the published runs as HTML."""
+    hues = hues_of(runs)
+    drawn = {chart.key: scatter(chart, runs, hues) for chart in CHARTS}
     lineages = Counter(run.lineage.name for run in runs)
     members = Counter(group_of(run, hues) for run in runs)
     names = {name: name for name in hues} | {OTHERS: f"{len(lineages.keys() - hues.keys())} more lineages"}
@@ -124,7 +118,6 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
         lines={key: lines for key, (_, lines) in drawn.items()},
         band_factor=BAND_FACTOR,
         linked=linked,
-        own=own,
     )
 
 
@@ -150,21 +143,13 @@ def symbol(run: PublishedRun) -> str:
     return f"{shape}-open" if run.kind == "moe" else shape
 
 
-def scatter(
-    quantity: CatalogueChart,
-    runs: Sequence[PublishedRun],
-    hues: dict[str, str],
-    own: Recipe | None = None,
-    own_value: float | None = None,
-) -> tuple[Figure, list[str]]:
+def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Figure, list[str]]:
     """Return a chart of published runs over the parameters that a token uses, and the names of the laws in it.
 
-    Each law is a line, numbered by its place in the list of names. The recipe ``own`` is a star at ``own_value``.
+    Each law is a line, numbered by its place in the list of names.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
-    if own and own_value:
-        sizes, values = [*sizes, own.model.params_active], [*values, own_value]
     low, high = min(values) / 1.25, max(values) * 1.25
     edge = band([(run, value) for run, value in points if run.lr_comparable])
     outline = [(x, lower) for x, lower, _ in edge] + [(x, upper) for x, _, upper in reversed(edge)]
@@ -187,10 +172,6 @@ def scatter(
         places = [(run.params_active, value) for run, value in members]
         hovers = [hover_text(quantity, run, value) for run, value in members]
         traces.append(charts.dots(places, colour, 9, legendgroup=name, marker=marker, hovertext=hovers))
-    if own and own_value:
-        place = [(own.model.params_active, own_value)]
-        hover = f"<b>{charts.text(own.name)}</b><br>{_value_and_size(quantity, own_value, own.model.params_active)}"
-        traces.append(charts.dots(place, charts.INK, 17, marker={"symbol": "star"}, hovertext=[hover]))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
         "parameters that a token uses",
@@ -208,13 +189,9 @@ def scatter(
     return figure, names
 
 
-def _value_and_size(quantity: CatalogueChart, value: float, params: int) -> str:
-    shown = numbers.quantity(value) if value >= 1 else numbers.value(value)
-    return f"{quantity.hover.format(shown)}, {numbers.quantity(params)} parameters"
-
-
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
-    lines = [_value_and_size(quantity, value, run.params_active), f"lineage {run.lineage.name}"]
+    shown, size = numbers.quantity(value) if value >= 1 else numbers.value(value), numbers.quantity(run.params_active)
+    lines = [f"{quantity.hover.format(shown)}, {size} parameters", f"lineage {run.lineage.name}"]
     if run.kind == "moe":
         lines.append(f"experts, {numbers.quantity(run.params_total)} in total")
     if "square" in symbol(run):
