@@ -1,9 +1,9 @@
-"""Draw the charts of a plan: memory of each rank, passes of a pipeline, time and memory of layouts, batch ramp."""
+"""Draw the charts of a plan: memory of each rank, passes of a pipeline, time and memory of layouts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from leaven.documents.planning import CandidateRow, RampPlan
+from leaven.documents.planning import CandidateRow
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.views import charts, numbers
@@ -213,37 +213,3 @@ def _hover(each: CandidateRow) -> str:
     if not each.trained:
         rows.append("planned and exported, not trained by leaven")
     return "<br>".join([f"{numbers.duration(each.step_seconds)} a step, {each.gib:.1f} GiB", *rows])
-
-
-def ramp(plan: RampPlan) -> Figure:
-    """Draw the throughput of one GPU against the global batch size, and mark where a batch ramp starts."""
-    start, colour = plan.start, charts.hue(0)
-    hovers = [
-        f"<b>{point.global_batch:,} sequences, {numbers.quantity(point.batch_tokens)} tokens</b><br>"
-        f"{point.tflops_per_gpu:.3g} TFLOP/s, {point.share:.0%} of the full batch's throughput<br>"
-        f"micro-batch {point.micro_batch}, accumulate {point.grad_accumulation}, "
-        f"{numbers.value(point.step_seconds)} s a step"
-        + ("" if point.filled else "<br>fewer micro-batches than stages: leaven cannot train this")
-        for point in plan.points
-    ]
-    symbols = ["circle" if point.filled else "circle-open" for point in plan.points]
-    marker = {"color": colour, "size": 8, "symbol": symbols}
-    curve = [(point.batch_tokens, point.tflops_per_gpu) for point in plan.points]
-    first, last = curve[0][0], curve[-1][0]
-    # The curve rises, so there is space for the label below its first half and above its second half.
-    early = start.batch_tokens < math.sqrt(first * last)
-    return charts.figure(
-        "global batch, tokens",
-        "TFLOP/s of each GPU",
-        [charts.line(curve, colour, size=8, marker=marker, hovertext=hovers)],
-        x=charts.log_axis(first, last, numbers.tick, most=8),
-        y={"range": [0, 1.18 * max(tflops for _, tflops in curve)]},
-        shapes=[charts.mark_line("x", start.batch_tokens)],
-        notes=[
-            {"x": math.log10(start.batch_tokens), "y": start.tflops_per_gpu,
-             "text": f"<b>start {numbers.quantity(start.batch_tokens)}<br>{start.share:.0%} of full speed</b>",
-             "xanchor": "left" if early else "right", "yanchor": "top" if early else "bottom",
-             "xshift": 8 if early else -4, "yshift": -4 if early else 7}
-        ],
-        margin={"l": 48, "r": 30, "t": 26, "b": 44},
-    )  # fmt: skip

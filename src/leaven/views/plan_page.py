@@ -46,8 +46,6 @@ def plan_page(
     drawn = plan_charts.drawn_layouts(fitting, chosen)
     if fitting:
         charts["layouts"] = plan_charts.layouts(drawn, document.pareto, chosen, *levels)
-    if len(document.ramp.points) > 1:
-        charts["ramp"] = plan_charts.ramp(document.ramp)
     choices = [chosen, *document.alternatives]
     return render(
         "planner.html.j2" if form else "plan.html.j2",
