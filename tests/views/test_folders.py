@@ -10,6 +10,7 @@ from written import demo, write_demo, write_losses_check
 from leaven.documents import sealed
 from leaven.documents.checks import CheckDocument
 from leaven.recipe.files import write_recipe
+from leaven.storage import digest
 from leaven.views.folders import read_folder, read_run, read_study
 from leaven.views.page import folder_page
 from leaven.views.run_charts import run_charts
@@ -171,13 +172,15 @@ def test_a_changed_result_is_not_believed(folder: Path, part: str, file: str) ->
         read_folder(folder / part)
 
 
-def test_a_best_toml_of_another_study_is_named_and_not_shown(folder):
+def test_an_edited_best_toml_is_named_and_not_shown(folder):
     study = folder / "proxy"
     assert "best.toml is not shown" not in folder_page(study)
     best, path = read_study(study).best_recipe, "hyperparameters.lr"
+    edit("study.json", "written", {"best.toml": digest((study / "best.toml").read_bytes())}, study)
+    assert read_study(study).best_recipe == best
     write_recipe(best.replace({path: best.hyperparameters.lr / 2}), study / "best.toml")
     assert read_study(study).best_recipe is None
-    assert f"The file best.toml is not shown: {path} is {best.hyperparameters.lr / 2} there" in folder_page(study)
+    assert "best.toml is not shown, because it was edited" in folder_page(study)
 
 
 def test_damaged_events_and_links_to_a_missing_disk_are_named(folder: Path) -> None:

@@ -41,7 +41,7 @@ PAGES: dict[str, tuple[str, set[str]]] = {
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
     "check of curves": ("FAILED: 1 of", {"normalised", "deviation"}),
     "comparison": ("runs/moved has the lowest validation loss, 2.8101", RUN),
-    "plan": ("The run fits in memory: ", {"memory", "passes", "layouts"}),
+    "plan": ("The run fits in memory: ", {"memory", "layouts"}),
 }  # fmt: skip
 
 

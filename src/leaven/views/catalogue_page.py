@@ -146,7 +146,7 @@ def symbol(run: PublishedRun) -> str:
 def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Figure, list[str]]:
     """Return a chart of published runs over the parameters that a token uses, and the names of the laws in it.
 
-    Each law is a line, numbered by its place in the list of names.
+    Each law is a line with its name as a tooltip.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
@@ -154,13 +154,12 @@ def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[s
     edge = band([(run, value) for run, value in points if run.lr_comparable])
     outline = [(x, lower) for x, lower, _ in edge] + [(x, upper) for x, _, upper in reversed(edge)]
     traces = [charts.line(outline, MUTED, 0, fill="toself", fillcolor="var(--shade-band)")]
-    names, ends = [], []
+    names = []
     for name, line in quantity.lines(np.geomspace(min(sizes), max(sizes), _GRID).tolist()).items():
         inside = [point for point in line if low <= point[1] <= high]
         if not inside:
             continue
         names.append(name)
-        ends.append(inside[-1][:2])
         hover = f"{charts.text(name)}<br>%{{y:.3~g}}<extra></extra>"
         for dash in ("dot", "solid"):  # the solid line covers the dotted line inside the fitted range
             drawn = [(x, y) for x, y, fitted in inside if fitted or dash == "dot"]
@@ -179,13 +178,8 @@ def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[s
         traces,
         x=charts.log_axis(min(sizes) / 1.2, max(sizes) * 1.2, numbers.tick),
         y=charts.log_axis(low, high, spell, most=8, automargin=False),
-        notes=[
-            {"x": math.log10(x), "y": math.log10(y), "text": str(n), "xanchor": "left", "xshift": 3,
-             "font": {"size": 11, "color": MUTED}}
-            for n, (x, y) in enumerate(_apart(ends, math.log10(high / low)), start=1)
-        ],
         margin={"l": 52, "r": 26, "t": 26, "b": 44},
-    )  # fmt: skip
+    )
     return figure, names
 
 
@@ -223,17 +217,6 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
             lower, _, upper = quantiles(map(median, votes.values()), n=4, method="inclusive")
             edge.append((size, math.exp(lower), math.exp(upper)))
     return edge
-
-
-def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return a position for each line's label: the line's end, moved up if labels would overlap."""
-    least = 10 ** (0.045 * decades)
-    placed: dict[int, tuple[float, float]] = {}
-    for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):
-        x, y = ends[n]
-        near = [other for at, other in placed.values() if abs(math.log10(at / x)) < 0.15]
-        placed[n] = (x, max([y, *(other * least for other in near)]))
-    return [placed[n] for n in range(len(ends))]
 
 
 def linked(source: str) -> Markup:

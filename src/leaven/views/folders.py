@@ -24,9 +24,9 @@ from leaven.training.integrity import faults
 from leaven.training.run_folder import RETURNS, RunFolder, finish_of
 from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
-from leaven.tuning.earlier_study import require_start, start_of
+from leaven.tuning.earlier_study import require_start
 from leaven.tuning.point import Value
-from leaven.tuning.study_document import StudyDocument, StudyTrial
+from leaven.tuning.study_document import StudyDocument, StudyTrial, edited
 from leaven.views.points import at_start
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -69,8 +69,8 @@ class StudyView(StudyDocument):
     """A study (a search for hyperparameters) for display."""
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
-    # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or has other values than
-    # the best point, or if the search began at a command file.
+    # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or was edited, or if the
+    # search began at a command file.
     best_recipe: Recipe | None = None
     gap: str = ""  # why best.toml is not shown, or ""
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
@@ -226,22 +226,10 @@ def read_study(folder: Path) -> StudyView:
         storage.require_target(best, "bring it back")
     except InputError as error:
         return view.model_copy(update={"gap": str(error)})
-    recipe = read_recipe(best)
-    for searched, value in view.values(state.octaves).items():
-        there = start_of(recipe, searched)
-        if not _same(there, value):
-            gap = (
-                f"best.toml is not shown: {searched} is {there} there, and {value} at the best point of this study; "
-                "rename it, and the leaven tune command of the study writes it again"
-            )
-            return view.model_copy(update={"gap": gap})
-    return view.model_copy(update={"best_recipe": recipe})
-
-
-def _same(a: Value | None, b: Value) -> bool:
-    if isinstance(a, float) and not isinstance(b, str):
-        return math.isclose(a, b, rel_tol=1e-9)  # the last bits depend on the processor
-    return a == b
+    if edited(best):
+        gap = "best.toml is not shown, because it was edited after leaven tune wrote it"
+        return view.model_copy(update={"gap": gap})
+    return view.model_copy(update={"best_recipe": read_recipe(best)})
 
 
 def read_demo(folder: Path) -> DemoDocument:
