@@ -132,7 +132,7 @@ def demo_plan(demo: DemoDocument, runs: int) -> Iterator[str]:
         f"2  train width {wider[-1]} with the best learning rate of width {base}, copied and moved, with "
         f"{demo.seeds} seeds"
     )
-    shorter = "; --quick takes about a quarter of the time" if demo.size == "full" else ""
+    shorter = "; --quick takes about a third of the time, in another folder" if demo.size == "full" else ""
     yield (
         f"{runs} runs of {format_quantity(demo.tokens)} tokens of {demo.source} with {demo.processes} processes "
         f"(size {demo.size}{shorter})"
