@@ -14,16 +14,14 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
-import torch
-
 from leaven.data.tokens import TokenSet, prepare
+from leaven.documents import sealed
 from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
 from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.storage import make_folder, require_page, require_writable, write_page, write_text
 from leaven.training.device import machine
-from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, LockedFolder
 from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
@@ -35,8 +33,6 @@ from leaven.views.page import folder_page
 from leaven.views.terminal.live import LiveScreen
 
 COPIED, MOVED = RULES  # the scaling rules that copy and that move hyperparameters
-START_SECONDS = 8.0  # estimated time to start the worker processes and write the page
-MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estimated to take longer
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def run_demo(
     """Run or resume the demo in a folder, and return its document.
 
     Args:
-        size: "full" or "quick". None: the resumed demo's. A new demo is full if `MOST_SECONDS` suffice, else quick.
+        size: "full" or "quick". None: the resumed demo's; "full" for a new demo.
         source: ``data.source`` of the recipe. None: the resumed demo's text, or that of demo.toml.
         stop: returns true once the user has asked to stop.
 
@@ -115,10 +111,9 @@ def run_demo(
                 count = SIZES[document.size].count
 
                 def show(done: int, _: int) -> None:
-                    screen.bar("runs", done, count, f"{done} of {count}")
+                    screen.bar("runs", done, count)
 
-                known = len(document.runs)
-                with RunStore(folder / "runs", workers, show, stop, note=screen.line, finished=known) as store:
+                with RunStore(folder / "runs", workers, show, stop, note=screen.line) as store:
                     document = _train(folder, document, base, store)
             finally:
                 if before is None or before.result is None:
@@ -160,13 +155,8 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
 
 
 def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: LiveScreen) -> DemoDocument:
-    """Choose the size, print what the demo will train and for how long, and return the new document."""
-    seconds = {}
-    for name, size in SIZES.items():
-        of_width = {width: run_seconds(recipe_at(base, width), tokens) for width in size.widths}
-        points = size.grid + size.again(size.lrs[0])
-        seconds[name] = START_SECONDS + sum(of_width[point.width] for point in points) / workers
-    chosen = given or ("full" if seconds["full"] <= MOST_SECONDS else "quick")
+    """Print what the demo will train, and return the new document."""
+    chosen = given or "full"
     size = SIZES[chosen]
     document = DemoDocument(
         name="leaven demo",
@@ -186,7 +176,7 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
         ),
         processes=workers,
     )
-    for line in demo_plan(document, size.count, seconds, MOST_SECONDS if given is None else None):
+    for line in demo_plan(document, size.count):
         screen.line(line)
     return document
 
@@ -227,7 +217,7 @@ def result_of(demo: DemoDocument) -> DemoResult:
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
-    write_text(folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
+    write_text(folder / "demo.json", json.dumps(sealed(document.dump()), indent=2) + "\n")
 
 
 def base_recipe() -> Recipe:
@@ -241,18 +231,6 @@ def recipe_at(base: Recipe, width: int) -> Recipe:
 def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
     family = recipe_models(base.replace({"scaling.rule": point.rule}), prepare)
     return family.trial(RunSetting(RunScale(point.width, base.model.n_layers), point.lr, point.seed))
-
-
-def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate a run's seconds on one thread from four steps. Validation costs 1/3 of training per token."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        training = Training(recipe, tokens)
-        speeds = sorted(training.step().tokens_per_second for _ in range(4))
-    finally:
-        torch.set_num_threads(threads)
-    return (recipe.data.tokens + recipe.evaluation.tokens / 3) / speeds[2]
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:

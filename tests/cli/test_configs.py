@@ -56,50 +56,12 @@ def test_losses_are_listed_and_need_lossy(leaven: Verb, plain: Path, tmp_path: P
     assert all(each["why"] in out.read_text() for each in found)
 
 
-def test_an_import_is_proposed_only_of_what_leaven_reads(
-    leaven: Verb, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the proposed command writes here
-    wider = ["--set", "model.d_model=128", "--set", "model.n_heads=16", "--set", "model.n_kv_heads=16"]
-    base = ["--set", "scaling.base={width=16, depth=2, batch_tokens=1024, tokens=10240}"]
-    for number, changes in enumerate(([], [*wider, *base, "--set", "scaling.rule=mup"])):
-        out = tmp_path / f"{number}.sh"
-        code, said, err = leaven(
-            "export", "config", plain, *changes, "--to", "megatron", "-o", out, "--lossy", "--json"
-        )
-        assert code == 0, err
-        following = json.loads(said)["next"]
-        assert bool(following) == (number == 0)
-        for command in following:
-            assert leaven(*command.split()[1:])[0] == 0
-
-
-def test_torchtitan_saves_what_leaven_imports(
-    leaven: Verb, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first proposed command is torchtitan's; here a stand-in writes the file that it saves."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("leaven.cli.next_commands.gpus_here", lambda: 8)
-    layout = ["--set", "data.documents=isolated", "--set", "layout.dp=16", "--set", "batch.tokens=512"]
-    export = ("export", "config", plain, *layout, "--to", "torchtitan", "--json")
-    code, said, err = leaven(*export)
-    assert code == 0, err
-    train, again = json.loads(said)["next"]
-    written = json.loads(said)["path"]
-    assert train == (
-        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint first-node:29500 "
-        f"-m torchtitan.train --module {Path(written).stem} --config {Path(written).stem} "
-        "--debug.save_config_file config.json"
-    )
-    recipe = read_recipe(plain).replace({"data.documents": "isolated", "layout.dp": 16, "batch.tokens": 512})
-    Path("outputs").mkdir()
-    Path("outputs", "config.json").write_text(json.dumps(saved(recipe)))
-    assert leaven(*again.split()[1:])[0] == 0
-    assert_same(recipe, read_recipe(Path(again.split()[-1])))
-    commands = json.loads(leaven(*export, "-o", "other place/mine.py")[1])["next"]
-    assert commands[0].startswith("env 'PYTHONPATH=other place' torchrun ")
-    assert "--module mine --config" in commands[0]
-    assert json.loads(leaven(*export, "-o", "mine.of.today.py")[1])["next"] == []
+def test_leaven_imports_what_torchtitan_saves(leaven: Verb, plain: Path, tmp_path: Path) -> None:
+    layout = {"data.documents": "isolated", "layout.dp": 16, "batch.tokens": 512}
+    recipe, saved_file, again = read_recipe(plain).replace(layout), tmp_path / "config.json", tmp_path / "again.toml"
+    saved_file.write_text(json.dumps(saved(recipe)))
+    assert leaven("import", "config", saved_file, "--from", "torchtitan", "-o", again)[0] == 0
+    assert_same(recipe, read_recipe(again))
 
 
 def test_an_exported_config_is_imported_again(leaven: Verb, plain: Path, tmp_path: Path) -> None:

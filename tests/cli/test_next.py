@@ -108,10 +108,8 @@ def test_printed_commands_of_plan_export_import_and_transfer_work(leaven: Verb, 
     assert tune.startswith("leaven tune ")
     assert shlex.split(train)[:5] == ["leaven", "train", str(recipe), "--run", "runs/wheat"]
     assert read_recipe(recipe, [w for w in shlex.split(train)[5:] if w != "--set"])
-    code, out, _ = leaven("export", "config", recipe, "--to", "transformers", "-o", "hf", "--lossy", "--json")
-    assert code == 0
-    (back,) = json.loads(out)["next"]
-    code, out, _ = typed(leaven, back)
+    assert leaven("export", "config", recipe, "--to", "transformers", "-o", "hf", "--lossy")[0] == 0
+    code, out, _ = leaven("import", "config", "hf", "--from", "transformers", "-o", "hf-imported.toml")
     assert code == 0
     assert printed(out)[0].startswith("leaven recipes check hf-imported.toml")
     code, out, _ = leaven("transfer", recipe, "--width", "64")

@@ -52,8 +52,7 @@ def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.Ca
     finished = (tmp_path / "runs/runs.jsonl").read_text()
     assert 0 < len(finished.splitlines()) < 14
     announced = capsys.readouterr().err
-    assert "14 runs of 1.02 k tokens of tiny-shakespeare: about " in announced
-    assert "(size full; --size quick about " in announced
+    assert "14 runs of 1.02 k tokens of tiny-shakespeare with 1 processes (size full; --quick takes" in announced
 
     done = run(tmp_path)
     assert capsys.readouterr().err == ""  # announced once
@@ -94,23 +93,6 @@ def assert_not_started_without_its_runs(folder: Path) -> None:
     with pytest.raises(InputError, match=r"contains a demo, but not its runs; bring back .*runs.jsonl"):
         run(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.usefixtures("small")
-def test_a_slow_machine_gets_the_quick_size_unless_one_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "run_seconds", lambda recipe, tokens: 60.0)
-
-    def announced(folder: Path, **options: Any) -> str:
-        with pytest.raises(ChecksStopped):
-            run(folder, stop=lambda: True, **options)
-        return capsys.readouterr().err
-
-    assert "size quick because the full size takes more than 10 min" in announced(tmp_path / "a")
-    assert json.loads((tmp_path / "a/demo.json").read_text())["size"] == "quick"
-    assert "because" not in announced(tmp_path / "b", size="full")
-    assert json.loads((tmp_path / "b/demo.json").read_text())["size"] == "full"
 
 
 def test_the_interval_is_students() -> None:

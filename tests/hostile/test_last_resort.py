@@ -106,7 +106,6 @@ def test_a_terminal_that_is_gone_ends_no_command() -> None:
         os.close(master)
         console.print("step 1")
         console.print("step 2")
-        assert console.quiet
         stream.write("nothing reads this")
 
 
@@ -115,7 +114,6 @@ def test_a_log_on_a_full_disk_ends_no_command() -> None:
         console = SafeConsole(file=stream, stderr=True)
         console.print("step 1")
         console.print("step 2")
-        assert not console.quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # there is room again
 
 

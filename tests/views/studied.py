@@ -1,6 +1,7 @@
 """Build studies as a search writes them. The loss is a quadratic function of the values, plus noise."""
 
 import dataclasses
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 from written import proxy
 
+from leaven.documents import sealed
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.tuning.algorithm.answer import answer
@@ -146,5 +148,5 @@ def write(folder: Path, state: StudyDocument) -> Path:
         profile = [best.values.get(f"hyperparameters.depth.lr[{i}]", 1.0) for i in range(DEPTH_POINTS)]
         plain = {path: value for path, value in best.values.items() if "[" not in path}
         write_recipe(start.replace(plain | {"hyperparameters.depth": {"lr": profile}}), folder / "best.toml")
-    (folder / "study.json").write_text(state.model_dump_json())
+    (folder / "study.json").write_text(json.dumps(sealed(json.loads(state.model_dump_json()))))
     return folder

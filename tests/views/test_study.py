@@ -10,12 +10,12 @@ import pytest
 import studied
 from studied import replace
 
+from leaven.documents import sealed
 from leaven.recipe.units import parse_quantity
-from leaven.scaling.table import parameter_table
 from leaven.tuning.point import values
 from leaven.tuning.space import space
 from leaven.tuning.study_document import StudyDocument
-from leaven.views import points, recipe_view, study_charts
+from leaven.views import points, study_charts
 from leaven.views.folders import read_study
 from leaven.views.page import folder_page
 from leaven.views.study_page import study_page, tune_command
@@ -64,23 +64,6 @@ def test_the_chart_of_the_search_shows_the_whole_interval_of_the_answer(study, h
     assert low < loss - half < loss + half < high
 
 
-def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
-    """The reference is the parameter table: values with multipliers divided by values without multipliers."""
-    best = study.best_recipe
-    plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
-    assert recipe_view.multiplier_kinds(best, study.space) == ["lr", "init_std", "residual"]
-    mine, without = parameter_table(best), parameter_table(plain)
-    compared = 0
-    for row, neutral in zip(mine.rows, without.rows, strict=True):
-        for kind in ("lr", "init_std"):
-            if recipe_view.acts(best, row.module, kind) and getattr(neutral, kind):
-                got = recipe_view.module_layers(best, row.module, kind)
-                factor = got[row.layer if len(got) > 1 else 0]
-                assert factor == pytest.approx(getattr(row, kind) / getattr(neutral, kind))
-                compared += 1
-    assert compared > 100
-
-
 def test_the_printed_change_of_a_beta_is_its_exponent(study, tmp_path):
     start = study.centre
     beta = space(start, "hyperparameters.beta2").dimensions[0]
@@ -109,7 +92,7 @@ def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
     document = json.loads((tmp_path / "study/study.json").read_text())
     for empty in (None, [None, None]):
         document["best"]["interval"] = empty
-        (tmp_path / "study/study.json").write_text(json.dumps(document))
+        (tmp_path / "study/study.json").write_text(json.dumps(sealed(document)))
         assert read_study(tmp_path / "study").interval is None
 
 
@@ -124,7 +107,6 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     words = shlex.split(command)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert space(study.centre, options["--space"]).paths == searched.paths
-    assert len(options["--space"].split(",")) <= 22
     assert int(options["--trials"]) == len(study.trials) - 1  # one is running
     assert [parse_quantity(each) for each in options.get("--durations", "").split(",") if each] == [*durations]
 
@@ -149,7 +131,7 @@ def test_infinite_numbers_and_unknown_keys_are_read(tmp_path):
     lost["loss"] = math.inf
     lost["curve"] += [[900_000, None], [950_000, math.nan]]
     document["written_by_a_newer_one"] = True
-    (folder / "study.json").write_text(json.dumps(document))
+    (folder / "study.json").write_text(json.dumps(sealed(document)))
     trial = read_study(folder).trials[lost["number"]]
     assert (trial.loss, len(trial.curve)) == (None, len(lost["curve"]) - 2)
     assert folder_page(folder)

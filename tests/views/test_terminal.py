@@ -141,32 +141,14 @@ def test_a_trial_is_one_line(seen: StringIO) -> None:
     assert all(len(row) <= 80 for row in rows)
 
 
-def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
+def test_the_status_shows_the_workers(seen: StringIO) -> None:
     at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
     screen = TuneScreen(after(0), 8, 2)
     screen.started(6, "a")
     screen.ended(after(6).model_copy(update={"trials": (*TRIALS, at_work), "radius": 0.42}))
     lines = printed(screen._status(), 80)
     assert all(len(line) <= 80 for line in lines)
-    # Two trials are left, of a minute each, on two workers.
     for part in ("w1 trial 6 ", " s of 60 s", "other:99 trial 7", "best 2.4139 (2)", "start 2.4241", "6 of 8",
                  "noise 0.0031 nats (2 repeats)", "1 diverged", "1 pruned",
-                 "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
+                 "2 workers", "Ctrl-C is safe"):  # fmt: skip
         assert part in " ".join(lines)
-
-
-def left(state: StudyDocument, workers: int = 2, **limits: Any) -> str:
-    """Return the text about the remaining time while no trial runs."""
-    return TuneScreen(state, limits.pop("trials", None), workers, **limits)._time_left()
-
-
-def test_the_time_left_is_until_the_first_limit() -> None:
-    # Six runs of 60 seconds that end a second apart, so at least one runs in 65 seconds.
-    runs = after(6).model_copy(update={"trials": tuple(replace(trial, flops=1e15) for trial in TRIALS)})
-    assert left(runs, trials=10) == "2 min 00 s left"
-    assert left(runs, flops=1e16) == "2 min 00 s left"
-    assert left(runs, hours=0.1) == "4 min 55 s left"
-    assert left(runs, trials=10, hours=0.02) == "7.0 s left"
-    assert left(runs, hours=0.01) == ""
-    assert left(after(6), flops=1e16) == ""  # the FLOPs of a trial are not known
-    assert left(after(0), flops=1e16, hours=1.0) == ""

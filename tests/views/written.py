@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from leaven.demo import result_of
+from leaven.documents import sealed
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
 from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoRun
 from leaven.recipe.files import parse_recipe, write_recipe
@@ -134,7 +135,7 @@ def demo(hostile: str = "", *, gain: float = 0.5, noise: float = 0.01) -> DemoDo
 
 def write_demo(folder: Path, document: DemoDocument) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "demo.json").write_text(json.dumps(document.dump()))
+    (folder / "demo.json").write_text(json.dumps(sealed(document.dump())))
     return folder
 
 

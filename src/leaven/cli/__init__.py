@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from leaven import __version__
 from leaven.errors import InputError, ProcessLost, out_of_memory, shown
 from leaven.storage import AWAY
-from leaven.views.terminal.console import console, errors
+from leaven.views.terminal.console import console, echo, errors
 
 # The commands ("verbs") and their lines in `leaven --help`. The file of a verb is imported when the verb is called.
 VERBS = {
@@ -122,10 +122,10 @@ def _no_verb(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"leaven {__version__}")
+        echo(f"leaven {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        typer.echo(FIRST_STEPS, nl=False)
+        echo(FIRST_STEPS, newline=False)
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def _open_standard_streams() -> None:
 def _run() -> int:
     try:
         code = app(prog_name="leaven", standalone_mode=False)
-    except BrokenPipeError:  # leaven ... | head
+    except BrokenPipeError:  # of a print in the user's own code
         sys.stderr.close()
         return FAILED
     except KeyboardInterrupt:  # during imports; if a command is interrupted, typer returns this code

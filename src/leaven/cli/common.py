@@ -5,9 +5,7 @@ import json
 import math
 import os
 import re
-import select
 import signal
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -186,52 +184,17 @@ def print_document(
     json_output: bool,
     following: Sequence[str] = (),
 ) -> None:
-    """Print a document as JSON, or its ``screen`` as text. ``following`` are the commands to type next.
-
-    If the reader of the output ends, as in ``leaven ... | head``, drop the rest: the command keeps its exit code.
-    """
+    """Print a document as JSON, or its ``screen`` as text. ``following`` are the commands to type next."""
     if json_output:
         data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
         if following:
             data["next"] = list(following)
         # Other encodings than UTF-8 lack characters, which are then written as JSON escapes.
         ascii_only = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
-        with _reader_may_end():
-            echo(json.dumps(finite(data), indent=2, ensure_ascii=ascii_only))  # infinite numbers and NaN become null
+        echo(json.dumps(finite(data), indent=2, ensure_ascii=ascii_only))  # infinite numbers and NaN become null
         return
-    for part in chain(screen, next_lines(following)):  # to the end, because the screen may write files
-        with _reader_may_end():
-            console.print(part)
-
-
-@contextmanager
-def _reader_may_end() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        _drop_output([1])
-
-
-def _has_reader(descriptor: int) -> bool:
-    """Return whether a file descriptor is a terminal, pipe or socket. Each of these has a reader."""
-    with suppress(OSError):
-        mode = os.fstat(descriptor).st_mode
-        return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-    return False
-
-
-def _drop_output(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-
-def _without_reader(descriptor: int) -> bool:
-    """Return whether the other end of a terminal, pipe or socket is closed. On Windows, always return False."""
-    if not hasattr(select, "poll"):
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    for part in chain(screen, next_lines(following)):
+        console.print(part)
 
 
 @contextmanager
@@ -239,11 +202,9 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
 
     A Ctrl-C more than `AGAIN_AFTER` seconds after the first signal raises KeyboardInterrupt. Other repeats are
-    ignored: torchrun, schedulers and terminals may send several signals. If nobody reads the output any more, the
-    command continues without output.
+    ignored: torchrun, schedulers and terminals may send several signals.
     """
     requested: float | None = None  # time.monotonic() of the first signal
-    readers = [number for number in (1, 2) if _has_reader(number)]
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
@@ -251,10 +212,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         requested = now if requested is None else requested
         if number == signal.SIGINT and now > requested + AGAIN_AFTER:
             raise KeyboardInterrupt
-        if number == hang_up:  # to print to a closed terminal would raise an error
-            _drop_output(readers)
-        # RuntimeError: the signal has interrupted another write to this stream.
-        with suppress(OSError, RuntimeError):
+        with suppress(RuntimeError):  # the signal has interrupted another write to this stream
             if first:
                 errors.print(STOPPING)
 
@@ -270,7 +228,6 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
             # A scheduler may repeat SIGTERM until the command has ended. Repeats must not change the exit code.
             if requested is None or number == signal.SIGINT:
                 signal.signal(number, handler)
-        _drop_output(filter(_without_reader, readers))  # Ctrl-C may have ended the reader, for example `tee log`
 
 
 def exit_interrupted(message: str) -> NoReturn:

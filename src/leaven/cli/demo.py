@@ -14,7 +14,7 @@ def demo(
         Literal["full", "quick"] | None,
         option(
             "full: about five minutes on two slow cores. quick: about one minute, with fewer widths.",
-            "full, or quick where full takes more than ten minutes",
+            "full",
         ),
     ] = None,
     quick: Annotated[bool, option("The same as --size quick.", names="--quick")] = False,

@@ -107,5 +107,4 @@ def config(
         )
     write(export, path)
     document = ConfigDocument(path=str(path), lost=export.losses, notes=export.notes)
-    following = next_commands.after_export_config(to, path, read)
-    print_document(document, exported_config(document), json_output, following)
+    print_document(document, exported_config(document), json_output)

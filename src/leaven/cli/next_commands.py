@@ -18,10 +18,9 @@ from leaven.planning.hardware import EXAMPLE_GPU, Cluster, find_accelerator, par
 from leaven.planning.plan import cluster_for
 from leaven.planning.published import known_cluster
 from leaven.planning.this_machine import gpus_here
-from leaven.recipe.files import read_recipe, read_text
+from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.storage import is_device
 from leaven.views.tables import LABEL
 from leaven.views.terminal.findings import written
 
@@ -155,30 +154,6 @@ def after_train(run: Path, recipe: Recipe) -> list[str]:
 
 def after_export_weights(folder: Path) -> list[str]:
     return [_line("new", _free(Path(f"{folder.name}.toml")), "--from-weights", folder)]
-
-
-def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
-    """Return the commands that import an exported configuration as a recipe, or [] if leaven cannot read it.
-
-    For torchtitan, the first command makes torchtitan save the JSON file that the second command imports.
-    """
-    if to not in ("transformers", "megatron", "torchtitan") or is_device(path):
-        return []
-    if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
-        return []  # a recipe cannot express Megatron-LM's muP
-    first: list[str] = []
-    imported = _free(Path(f"{path.stem}-imported.toml"))
-    if to == "torchtitan":
-        from leaven.interop.configs.per_parameter import identifier
-
-        if path.suffix != ".py" or "." in path.stem:
-            return []  # torchtitan imports the file as a module
-        elsewhere = [] if path.parent == Path() else ["env", f"PYTHONPATH={path.parent}"]
-        node = gpus_here() or recipe.layout.ranks
-        config = ["--config", identifier(recipe.name), "--debug.save_config_file", "config.json"]
-        start = [*elsewhere, *_torchrun(recipe.layout.ranks, node), "-m", "torchtitan.train"]
-        first, path = [_line("--module", path.stem, *config, start=start)], Path("outputs", "config.json")
-    return [*first, _line("import", "config", path, "--from", to, "-o", imported)]
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:

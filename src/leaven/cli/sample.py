@@ -4,13 +4,12 @@ import sys
 import time
 from typing import Annotated
 
-import typer
 from rich.text import Text
 
 from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, argument, option, print_document
 from leaven.documents.runs import SampleDocument
-from leaven.errors import InputError, shown
-from leaven.views.terminal.console import console, errors, say_skipped
+from leaven.errors import InputError
+from leaven.views.terminal.console import console, echo, errors, say_skipped
 
 
 def sample(
@@ -59,12 +58,12 @@ def sample(
                 seed=seed,
                 number=number,
                 on_text=lambda piece: (
-                    None if json_output else typer.echo(shown(piece) if sys.stdout.isatty() else piece, nl=False)
+                    None if json_output else echo(piece, newline=False, raw=not sys.stdout.isatty())
                 ),
             )
         )
         if not json_output:
-            typer.echo()
+            echo("")
     seconds = time.perf_counter() - began
     if json_output:
         print_document(

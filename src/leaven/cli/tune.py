@@ -189,7 +189,7 @@ def tune(
                 warn(unlike_earlier(from_study, around.recipe))
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
-            with TuneScreen(opened.state(), trials, workers, **budget, stack=opened.stack) as screen:
+            with TuneScreen(opened.state(), trials, workers, stack=opened.stack) as screen:
                 state = opened.run(trials, workers, **budget, devices=devices, screen=screen, stop=stop)
             interrupted = stop()
     except StoreGone as gone:

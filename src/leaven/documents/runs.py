@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from leaven.documents import Document, Entry, Number
+from leaven.documents import Document, Entry, Number, Sealed
 
 
 class CautionRow(Entry):
@@ -275,7 +275,7 @@ class DemoCorpus(Entry):
     vocab_size: int
 
 
-class DemoDocument(Document, schema="demo/2"):
+class DemoDocument(Sealed, Document, schema="demo/2"):
     """The result of ``leaven demo``. The file demo.json in the demo's folder has the same keys."""
 
     name: str  # always leaven demo

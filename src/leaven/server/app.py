@@ -59,7 +59,7 @@ def application(roots: list[Path], token: str) -> Starlette:
         "/": lambda request: _folders(request, roots),
         "/folder/{root}/{name:path}": lambda request: _folder(request, roots),
         "/plan": _planner,
-        "/published": lambda request: _published(request, roots),
+        "/published": _published,
         "/plotly.js": _plotly,
     }
     return Starlette(
@@ -145,22 +145,16 @@ def _unlisted(errors: list[OSError]) -> str:
     return f" Folders that cannot be listed: {lost[0].filename} ({lost[0].strerror}){others}."
 
 
-def _named(roots: list[Path], root: str, name: str) -> Found | None:
-    """Return the run or other folder that :func:`find` finds at the address ``root/name``, or None."""
-    return next((each for each in find(roots) if (str(each.root), each.name) == (root, name)), None)
-
-
 def _folder(request: Request, roots: list[Path]) -> Response:
-    found = _named(roots, request.path_params["root"], request.path_params["name"])
+    address = request.path_params["root"], request.path_params["name"]
+    found = next((each for each in find(roots) if (str(each.root), each.name) == address), None)
     if found is None:
         return PlainTextResponse("there is no run, study, check or demo at this address; open /\n", 404, HEADERS)
     return _page(request, "", lambda: folder_page(found.folder), [found])
 
 
-def _published(request: Request, roots: list[Path]) -> Response:
-    root, _, name = request.query_params.get("recipe", "").partition("/")
-    found = _named(roots, root, name)
-    return _page(request, "published runs", lambda: catalogue_page(load_runs(), found.recipe if found else None))
+def _published(request: Request) -> Response:
+    return _page(request, "published runs", lambda: catalogue_page(load_runs()))
 
 
 def _plotly(request: Request) -> Response:

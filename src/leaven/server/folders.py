@@ -11,9 +11,6 @@ from urllib.parse import quote
 
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
-from leaven.recipe.files import read_recipe
-from leaven.recipe.recipe import Recipe
-from leaven.tuning.command import is_command_file
 from leaven.views import numbers
 from leaven.views.checks import conclusion
 from leaven.views.demo import headline
@@ -53,13 +50,6 @@ class Found:
     def when(self) -> str:
         return f"{datetime.fromtimestamp(self.changed):%Y-%m-%d %H:%M}"
 
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe of a run, or the best recipe of a study, or else the study's start recipe, or None."""
-        files = [self.folder / name for name in ("recipe.toml", "best.toml", "centre.toml")]
-        file = next(filter(Path.is_file, files), None)
-        return None if file is None or is_command_file(file) else read_recipe(file)
-
 
 @dataclass(frozen=True)
 class FolderRow:
@@ -71,7 +61,6 @@ class FolderRow:
     progress: str = ""  # for example 2 M of 10 M tokens
     share: float | None = None  # share of the work that is done, from 0 to 1
     loss: float | None = None  # nats per token
-    has_recipe: bool = False  # whether `found` has a recipe to show beside published runs
 
 
 def find(roots: list[Path], on_error: Callable[[OSError], None] = lambda error: None) -> Iterator[Found]:
@@ -114,12 +103,12 @@ def row(found: Found, now: float) -> FolderRow:
         done = f"{numbers.quantity(view.tokens)} of {numbers.quantity(tokens)} tokens"
         state = "finished" if view.finished else f"stopped: {view.stopped}" if view.stopped else going
         loss = view.loss if view.loss is not None else view.steps[-1]["loss"]
-        return FolderRow(found, view.title, state, done, min(view.tokens / tokens, 1.0), loss, has_recipe=True)
+        return FolderRow(found, view.title, state, done, min(view.tokens / tokens, 1.0), loss)
     if isinstance(view, StudyView):
         running = len(view.trials) - view.ended
         loss = view.best.loss if view.best else None
         state = f"{running} running" if running and silent < SILENT else "has an answer" if view.best else going
-        return FolderRow(found, view.name, state, f"{view.ended} trials", None, loss, isinstance(view.centre, Recipe))
+        return FolderRow(found, view.name, state, f"{view.ended} trials", None, loss)
     if isinstance(view, CheckDocument):
         return FolderRow(found, view.subject, conclusion(view), view.check, 1.0)
     return FolderRow(found, view.name, " ".join(headline(view)), f"{len(view.runs)} runs")

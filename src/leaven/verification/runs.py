@@ -6,14 +6,12 @@ stopped check resumes with the missing runs.
 """
 
 import json
-import math
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,9 +30,7 @@ from leaven.verification.model_instance import RunSetting
 LINES, RESULT = "runs.jsonl", "check.json"
 DIGEST = "blake2b"  # key of the digest of a line; lines of benchmarks/lr_transfer.py have no digest
 TEXT = "text"  # key of the fingerprint of the text, if there is a text
-COUNT = "earlier_runs"  # key of the number of runs before a line; lines of benchmarks/lr_transfer.py have no number
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
-_KEY = re.compile(rb'\{"key": "(\w+)"')
 Key = TypeVar("Key")
 
 
@@ -53,21 +49,20 @@ class RunStore:
         stop: Callable[[], bool] = lambda: False,
         *,
         note: Callable[[str], None] = lambda text: None,
-        finished: int = 0,
     ) -> None:
         """Create the store without starting workers.
 
         :meth:`run` calls ``on_run(done, total)`` with numbers of trials, and stops once ``stop`` returns true.
-        ``note`` gets messages for the user, for example if the folder has fewer than ``finished`` results.
+        ``note`` gets messages for the user.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
-        self._note, self._finished = note, finished
+        self._note = note
         self._resources, self._locked = ExitStack(), LockedFolder(folder, "--run")
         self._pool: WorkerPool | None = None
         self._ended: dict[str, Outcome] = {}
         self._texts: dict[str, str] = {}  # fingerprints of the texts of finished runs, by key
         self._unsaved: deque[dict[str, Any]] = deque()  # lines of finished runs that could not be written yet
-        self._lost = 0  # number of results that the folder has lost
+        self._damaged = 0  # number of lines in the folder that are damaged or changed
         self._waits = False  # whether the last write failed; one message is printed
 
     def __enter__(self) -> "RunStore":
@@ -113,7 +108,7 @@ class RunStore:
                         died.add(key)
                         queue.append(key)
                         continue
-                    line = {"key": key, COUNT: len(self._ended) - 1} | asdict(self._ended[key])
+                    line = {"key": key} | asdict(self._ended[key])
                     line |= {TEXT: texts[key]} if key in texts else {}
                     self._unsaved.append(line | {DIGEST: _digest(line)})
                     self._on_run(len(wanted.keys() & self._ended.keys()), len(wanted))
@@ -136,10 +131,9 @@ class RunStore:
 
     def _note_unused(self, all_of_others: bool) -> None:
         file = self.folder / LINES
-        if self._lost:
-            lost = "one finished run is" if self._lost == 1 else f"{self._lost} finished runs are"
-            self._note(f"caution: {lost} missing or changed in {file}, and will be trained again")
-            self._lost = 0
+        if self._damaged:
+            self._note(f"caution: lines of {file} are damaged or changed and do not count: {self._damaged}")
+            self._damaged = 0
         elif all_of_others and self._ended:
             self._note(f"no result in {file} fits this model and its settings; every run is trained")
 
@@ -189,21 +183,20 @@ class RunStore:
             self._resources.enter_context(self._locked)
             storage.require_plain_file(self.folder / LINES)
             read = storage.read_json_lines(self.folder / LINES)
-            bad, known = self._keys_of_lines(read.damaged), self._known()
+            self._damaged = len(read.damaged)
             for entry in read.documents:
-                digest, key = entry.pop(DIGEST, None), str(entry.get("key"))
+                digest = entry.pop(DIGEST, None)
                 try:
                     if digest not in {None, _digest(entry)}:
                         raise ValueError("a changed line")
-                    del entry["key"]
-                    known = max(known, 1 + int(entry.pop(COUNT, -1)))
+                    key = str(entry.pop("key"))
+                    entry.pop("earlier_runs", None)  # older versions counted the runs
                     text = entry.pop(TEXT, None)
                     self._ended[key] = Outcome.of(entry)
                     if isinstance(text, str):
                         self._texts[key] = text
                 except (KeyError, TypeError, ValueError, OverflowError):
-                    bad.append(key)
-            lost = sum(key not in self._ended for key in bad)  # the others were trained again
+                    self._damaged += 1
             if (self.folder / RESULT).exists() and not self._ended:
                 raise InputError(
                     f"{self.folder} has the result of a check, but no undamaged runs in {LINES}; bring this file "
@@ -211,28 +204,8 @@ class RunStore:
                 )
             if not self._ended and is_other_text(self.folder / LINES, "key"):
                 raise InputError(f"{self.folder / LINES} has lines that are no runs of a check; use another --run")
-            self._lost = max(lost, known - len(self._ended))
             self._pool = self._resources.enter_context(WorkerPool(self._workers))
         return self._pool
-
-    def _keys_of_lines(self, numbers: Sequence[int]) -> list[str | None]:
-        """Return the keys of the lines with these numbers, counted from 1. A key that cannot be read is None."""
-        if not numbers:
-            return []
-        lines = dict(enumerate(storage.read(self.folder / LINES, math.inf).split(b"\n"), start=1))
-        found = [_KEY.match(lines.get(number, b"")) for number in numbers]
-        return [None if each is None else each[1].decode() for each in found]
-
-    def _known(self) -> int:
-        """Return how many finished runs the folder should have, the larger of two known numbers.
-
-        One is ``finished``, an argument of the constructor. The other is in the check.json of the folder.
-        """
-        document = {}
-        with suppress(OSError):
-            document = storage.json_object(storage.read(self.folder / RESULT)) or {}
-        known = document.get("runs")
-        return max(self._finished, known if isinstance(known, int) else 0)
 
 
 def _digest(line: Mapping[str, Any]) -> str:

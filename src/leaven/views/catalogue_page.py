@@ -15,12 +15,9 @@ from statistics import median, quantiles
 import numpy as np
 from markupsafe import Markup, escape
 
-from leaven.catalogue.findings.case import Case
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.terms import read
-from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import adamw_rows
 from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, Figure
 from leaven.views.render import render
@@ -101,13 +98,10 @@ CHARTS = (
 )  # fmt: skip
 
 
-def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> str:
-    """Return the page of the published runs as HTML. Its charts also show the recipe ``own``, if given."""
-    hues, values = hues_of(runs), dict[str, float]()
-    if own:
-        case = Case(own, adamw_rows(own))  # the lr and init std are those of the hidden weights
-        values = {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
-    drawn = {chart.key: scatter(chart, runs, hues, own, values.get(chart.key)) for chart in CHARTS}
+def catalogue_page(runs: Sequence[PublishedRun]) -> str:
+    """Return the page of the published runs as HTML."""
+    hues = hues_of(runs)
+    drawn = {chart.key: scatter(chart, runs, hues) for chart in CHARTS}
     lineages = Counter(run.lineage.name for run in runs)
     members = Counter(group_of(run, hues) for run in runs)
     names = {name: name for name in hues} | {OTHERS: f"{len(lineages.keys() - hues.keys())} more lineages"}
@@ -124,7 +118,6 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
         lines={key: lines for key, (_, lines) in drawn.items()},
         band_factor=BAND_FACTOR,
         linked=linked,
-        own=own,
     )
 
 
@@ -150,32 +143,23 @@ def symbol(run: PublishedRun) -> str:
     return f"{shape}-open" if run.kind == "moe" else shape
 
 
-def scatter(
-    quantity: CatalogueChart,
-    runs: Sequence[PublishedRun],
-    hues: dict[str, str],
-    own: Recipe | None = None,
-    own_value: float | None = None,
-) -> tuple[Figure, list[str]]:
+def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Figure, list[str]]:
     """Return a chart of published runs over the parameters that a token uses, and the names of the laws in it.
 
-    Each law is a line, numbered by its place in the list of names. The recipe ``own`` is a star at ``own_value``.
+    Each law is a line with its name as a tooltip.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
-    if own and own_value:
-        sizes, values = [*sizes, own.model.params_active], [*values, own_value]
     low, high = min(values) / 1.25, max(values) * 1.25
     edge = band([(run, value) for run, value in points if run.lr_comparable])
     outline = [(x, lower) for x, lower, _ in edge] + [(x, upper) for x, _, upper in reversed(edge)]
     traces = [charts.line(outline, MUTED, 0, fill="toself", fillcolor="var(--shade-band)")]
-    names, ends = [], []
+    names = []
     for name, line in quantity.lines(np.geomspace(min(sizes), max(sizes), _GRID).tolist()).items():
         inside = [point for point in line if low <= point[1] <= high]
         if not inside:
             continue
         names.append(name)
-        ends.append(inside[-1][:2])
         hover = f"{charts.text(name)}<br>%{{y:.3~g}}<extra></extra>"
         for dash in ("dot", "solid"):  # the solid line covers the dotted line inside the fitted range
             drawn = [(x, y) for x, y, fitted in inside if fitted or dash == "dot"]
@@ -187,10 +171,6 @@ def scatter(
         places = [(run.params_active, value) for run, value in members]
         hovers = [hover_text(quantity, run, value) for run, value in members]
         traces.append(charts.dots(places, colour, 9, legendgroup=name, marker=marker, hovertext=hovers))
-    if own and own_value:
-        place = [(own.model.params_active, own_value)]
-        hover = f"<b>{charts.text(own.name)}</b><br>{_value_and_size(quantity, own_value, own.model.params_active)}"
-        traces.append(charts.dots(place, charts.INK, 17, marker={"symbol": "star"}, hovertext=[hover]))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
         "parameters that a token uses",
@@ -198,23 +178,14 @@ def scatter(
         traces,
         x=charts.log_axis(min(sizes) / 1.2, max(sizes) * 1.2, numbers.tick),
         y=charts.log_axis(low, high, spell, most=8, automargin=False),
-        notes=[
-            {"x": math.log10(x), "y": math.log10(y), "text": str(n), "xanchor": "left", "xshift": 3,
-             "font": {"size": 11, "color": MUTED}}
-            for n, (x, y) in enumerate(_apart(ends, math.log10(high / low)), start=1)
-        ],
         margin={"l": 52, "r": 26, "t": 26, "b": 44},
-    )  # fmt: skip
+    )
     return figure, names
 
 
-def _value_and_size(quantity: CatalogueChart, value: float, params: int) -> str:
-    shown = numbers.quantity(value) if value >= 1 else numbers.value(value)
-    return f"{quantity.hover.format(shown)}, {numbers.quantity(params)} parameters"
-
-
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
-    lines = [_value_and_size(quantity, value, run.params_active), f"lineage {run.lineage.name}"]
+    shown, size = numbers.quantity(value) if value >= 1 else numbers.value(value), numbers.quantity(run.params_active)
+    lines = [f"{quantity.hover.format(shown)}, {size} parameters", f"lineage {run.lineage.name}"]
     if run.kind == "moe":
         lines.append(f"experts, {numbers.quantity(run.params_total)} in total")
     if "square" in symbol(run):
@@ -246,17 +217,6 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
             lower, _, upper = quantiles(map(median, votes.values()), n=4, method="inclusive")
             edge.append((size, math.exp(lower), math.exp(upper)))
     return edge
-
-
-def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return a position for each line's label: the line's end, moved up if labels would overlap."""
-    least = 10 ** (0.045 * decades)
-    placed: dict[int, tuple[float, float]] = {}
-    for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):
-        x, y = ends[n]
-        near = [other for at, other in placed.values() if abs(math.log10(at / x)) < 0.15]
-        placed[n] = (x, max([y, *(other * least for other in near)]))
-    return [placed[n] for n in range(len(ends))]
 
 
 def linked(source: str) -> Markup:

@@ -1,7 +1,7 @@
 """Show ``leaven demo`` in the terminal, as sentences and tables, and as an HTML page."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 
 from rich.console import RenderableType
@@ -118,16 +118,8 @@ def cost(demo: DemoDocument) -> float:
     return sum(run.seconds for run in demo.runs)
 
 
-def demo_plan(
-    demo: DemoDocument, runs: int, seconds: Mapping[str, float], most_seconds: float | None
-) -> Iterator[str]:
-    """Yield lines that describe the training runs of a demo and their duration.
-
-    Args:
-        runs: number of training runs.
-        seconds: estimated time of each size, "full" and "quick".
-        most_seconds: leaven chooses "quick" if "full" takes longer. None if the user chose the size.
-    """
+def demo_plan(demo: DemoDocument, runs: int) -> Iterator[str]:
+    """Yield lines that describe the training runs of a demo, of which there are ``runs``."""
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES
     yield "Is the best learning rate of a small model also the best for a wider model?"
@@ -140,14 +132,11 @@ def demo_plan(
         f"2  train width {wider[-1]} with the best learning rate of width {base}, copied and moved, with "
         f"{demo.seeds} seeds"
     )
-    about = {name: f"about {format_seconds(each)}" for name, each in seconds.items()}
-    others = ", ".join(f"--size {name} {text}" for name, text in about.items() if name != demo.size)
+    shorter = "; --quick takes about a third of the time, in another folder" if demo.size == "full" else ""
     yield (
-        f"{runs} runs of {format_quantity(demo.tokens)} tokens of {demo.source}: {about[demo.size]} here with "
-        f"{demo.processes} processes (size {demo.size}; {others})"
+        f"{runs} runs of {format_quantity(demo.tokens)} tokens of {demo.source} with {demo.processes} processes "
+        f"(size {demo.size}{shorter})"
     )
-    if most_seconds is not None and demo.size != next(iter(seconds)):
-        yield f"size {demo.size} because the full size takes more than {format_seconds(most_seconds)} here"
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:

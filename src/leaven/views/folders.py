@@ -1,18 +1,20 @@
 """Read the folders of runs, studies, checks and demos for display."""
 
+import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from leaven import storage
+from leaven.documents import DIGEST
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
@@ -22,11 +24,9 @@ from leaven.training.integrity import faults
 from leaven.training.run_folder import RETURNS, RunFolder, finish_of
 from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
-from leaven.tuning.earlier_study import require_start, start_of
+from leaven.tuning.earlier_study import require_start
 from leaven.tuning.point import Value
-from leaven.tuning.study_document import PRUNED, UNDER_WAY, StudyDocument, StudyTrial
-from leaven.views.checks import SLOPES
-from leaven.views.demo import RULES
+from leaven.tuning.study_document import StudyDocument, StudyTrial, edited
 from leaven.views.points import at_start
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -69,8 +69,8 @@ class StudyView(StudyDocument):
     """A study (a search for hyperparameters) for display."""
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
-    # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or has other values than
-    # the best point, or if the search began at a command file.
+    # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or was edited, or if the
+    # search began at a command file.
     best_recipe: Recipe | None = None
     gap: str = ""  # why best.toml is not shown, or ""
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
@@ -104,9 +104,6 @@ FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
 LARGEST_NUMBER = 1e100  # charts show 0 and numbers from 1e-100 to 1e100; their squares and quotients do not overflow
-FARTHEST = 300  # octaves; the largest distance of a value from the start of a study, a factor of 1e90
-STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)  # of trials
-PURPOSES = ("search", "noise", "rerun")  # of trials
 _AGAIN = "to write the file again, run the command that wrote it"
 WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")  # keys whose values must be integers
 _BACK = ("tokens", "to_tokens", "skip_from", "skip_to")
@@ -210,7 +207,7 @@ def _drawable(number: float) -> bool:
 
 def read_study(folder: Path) -> StudyView:
     path = folder / "study.json"
-    state = _document(path, StudyDocument, _faults_of_study)
+    state = _document(path, StudyDocument, sealed=True)
     if not state.trials:
         raise InputError(f"{path}: no trial has ended yet; wait for the first, or start the search with leaven tune")
     best, centre = folder / "best.toml", folder / "centre.toml"
@@ -229,114 +226,37 @@ def read_study(folder: Path) -> StudyView:
         storage.require_target(best, "bring it back")
     except InputError as error:
         return view.model_copy(update={"gap": str(error)})
-    recipe = read_recipe(best)
-    for searched, value in view.values(state.octaves).items():
-        there = start_of(recipe, searched)
-        if not _same(there, value):
-            gap = (
-                f"best.toml is not shown: {searched} is {there} there, and {value} at the best point of this study; "
-                "rename it, and the leaven tune command of the study writes it again"
-            )
-            return view.model_copy(update={"gap": gap})
-    return view.model_copy(update={"best_recipe": recipe})
-
-
-def _same(a: Value | None, b: Value) -> bool:
-    if isinstance(a, float) and not isinstance(b, str):
-        return math.isclose(a, b, rel_tol=1e-9)  # the last bits depend on the processor
-    return a == b
+    if edited(best):
+        gap = "best.toml is not shown, because it was edited after leaven tune wrote it"
+        return view.model_copy(update={"gap": gap})
+    return view.model_copy(update={"best_recipe": read_recipe(best)})
 
 
 def read_demo(folder: Path) -> DemoDocument:
-    return _document(folder / "demo.json", DemoDocument, _faults_of_demo)
+    return _document(folder / "demo.json", DemoDocument)
 
 
 def read_check(folder: Path) -> CheckDocument:
-    return _document(folder / "check.json", CheckDocument, _faults_of_check)
+    return _document(folder / "check.json", CheckDocument, sealed=True)
 
 
-def _faults_of_study(study: StudyDocument) -> Iterator[str]:
-    searched = {dimension.path for dimension in study.dimensions}
-    drawn = {coordinate.path for coordinate in study.coordinates if coordinate.slice}
-    for trial in study.trials:
-        if trial.state not in STATES or trial.purpose not in PURPOSES:
-            yield f"trial {trial.number}: unknown state {trial.state!r} or purpose {trial.purpose!r}"
-        if trial.state in UNDER_WAY and trial.loss is not None:
-            yield f"trial {trial.number}: its state is {trial.state}, but it has a loss"
-        if trial.octaves and (missing := drawn - trial.octaves.keys()):
-            yield f"trial {trial.number}: octaves has no {min(missing)}"
-    points = [*(trial.octaves or {} for trial in study.trials), study.octaves, study.fewest_octaves or {}]
-    for each in study.coordinates:
-        points += [{each.path: each.best}, *({each.path: place.octaves} for place in each.slice)]
-    distances = [x for found in points for x in found.values()]
-    distances += [x for each in study.coordinates for x in each.flat]
-    for dimension in study.dimensions:
-        distances += [dimension.low, dimension.high]
-    if (farthest := max(map(abs, distances), default=0)) > FARTHEST:
-        yield f"octaves: {farthest:g} is more than {FARTHEST}"
-    for dimension in study.dimensions:
-        chosen = [abs(round(found[dimension.path])) for found in points if dimension.path in found]
-        if dimension.levels and max(chosen, default=0) >= len(dimension.levels):
-            yield f"dimensions: {dimension.path}: level {max(chosen)} is not in levels"
-    named = {"octaves": study.octaves, "fewest_octaves": study.fewest_octaves or (), "idle": study.idle}
-    for key, paths in (named | {"coordinates": [each.path for each in study.coordinates]}).items():
-        if others := [path for path in paths if path not in searched]:
-            yield f"{key}: {others[0]!r} is not under dimensions"
+def _document(path: Path, kind: type[Kind], sealed: bool = False) -> Kind:
+    """Return the document in a file. Raise InputError if the file is not as leaven wrote it.
 
-
-def _faults_of_check(check: CheckDocument) -> Iterator[str]:
-    for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
-        if key not in check.settings:
-            yield f"settings: {key} is missing"
-    if check.check not in {*SLOPES, "collapse"} and all(curve.quantity != "loss" for curve in check.curves):
-        yield "curves: no curve of the loss"
-    for row in check.rows:
-        if abs(row.limit or 0) > FARTHEST:
-            yield f"rows: {row.module}: limit {row.limit:g} is more than {FARTHEST}"
-    one_end = (row.name for row in check.measured if (row.low is None) != (row.high is None))
-    yield from (f"measured: {name}: its interval has one end" for name in one_end)
-    for curve in check.curves:
-        where, count = f"curves: {curve.module} ({curve.quantity})", len(curve.x)
-        if not count or len(curve.y) != count or {len(curve.low), len(curve.high)} - {0, count}:
-            yield f"{where}: x, y, low and high have different lengths"
-        above_0 = [*curve.x]
-        drawn = [value for value in (*curve.y, *curve.low, *curve.high) if value is not None]
-        if curve.quantity == "best":  # over a logarithmic axis
-            above_0 += drawn
-        elif check.check in SLOPES:  # over a logarithmic axis, from which zeros are left out
-            above_0 += filter(None, drawn)
-        if above_0 and min(above_0) <= 0:
-            yield f"{where}: {min(above_0):g} is not above 0"
-        if check.check == "collapse" and curve.module.split(" -> ")[-1] not in check.settings["scales"]:
-            yield f"{where}: this size is not under settings: scales"
-
-
-def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
-    if not demo.models or not demo.lrs or min(demo.lrs) <= 0 or min(model.width for model in demo.models) <= 0:
-        yield "a number in models or lrs is missing or not above 0"
-    if missing := {"processor", "cores", "platform", "python", "torch", "leaven"} - demo.machine.keys():
-        yield f"machine: {min(missing)} is missing"
-    if (result := demo.result) is not None:
-        if result.width not in (model.width for model in demo.models) or result.lr not in demo.lrs:
-            yield "result: its width or lr is not under models or lrs"
-        if demo.seeds < 1 or {len(losses) for losses in (result.base, result.copied, result.moved)} != {demo.seeds}:
-            yield f"result: base, copied and moved do not have {demo.seeds} losses (seeds)"
-        for rule, model in product(RULES, demo.models):
-            if demo.losses(rule, model.width).keys() != set(demo.lrs):
-                yield f"runs: a run of width {model.width} is missing"
-
-
-def _document(path: Path, kind: type[Kind], faults: Callable[[Kind], Iterator[str]]) -> Kind:
-    """Return the document in a file, or raise InputError with the first fault of the file."""
+    ``sealed``: refuse a file without a digest as well.
+    """
     try:
-        document = kind.model_validate_json(storage.read(path))
+        content = storage.read(path)
+        document = kind.model_validate_json(content)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{key}: " for key in first["loc"])
         raise InputError(f"{path}: {where}{first['msg'][0].lower()}{first['msg'][1:]}; {_AGAIN}") from None
-    if (fault := next(chain(_undrawable(document.model_dump(), ""), faults(document)), None)) is not None:
+    if sealed and DIGEST not in json.loads(content):
+        raise InputError(f"{path}: its digest ({DIGEST}) is missing; {_AGAIN}")
+    if (fault := next(_undrawable(document.model_dump(), ""), None)) is not None:
         raise InputError(f"{path}: {fault}; {_AGAIN}")
     return document
 

@@ -1,4 +1,4 @@
-"""Draw the charts of a study: trials in order, loss curves, slices through the best point, cost, and a timeline.
+"""Draw the charts of a study: trials in order, loss curves, slices through the best point, and cost.
 
 A point is a set of hyperparameter values. The start is the point from which the search began. The surrogate is a
 model that is fitted to the trials and predicts the loss of a point.
@@ -212,23 +212,6 @@ def known_curves(study: StudyView) -> Curves:
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 
 
-def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return the smoothed difference of each curve from the best trial's curve, or {} if that curve is missing."""
-    best = known.get(study.best.number) if study.best else None
-    if best is None:
-        return {}
-    x, y = np.array(best).T
-    ahead = {}
-    for number, curve in known.items():
-        shared = np.array([point for point in curve if x[0] <= point[0] <= x[-1]])
-        if len(shared) > 1:
-            tokens, losses = shared.T
-            level = np.interp(np.log(tokens), np.log(x), y)
-            above = charts.smooth(np.log(tokens).tolist(), (losses - level).tolist(), 0.15)
-            ahead[number] = [*zip(tokens.tolist(), above.tolist(), strict=True)]
-    return ahead
-
-
 def curves(study: StudyView, known: Curves, title: str) -> Figure:
     most = 60 if len(known) <= 150 else 30
     traces = []
@@ -280,36 +263,3 @@ def front(study: StudyView) -> Figure | None:
     lengths = [*tokens, *(at for _, _, at in ends)]
     axis = charts.log_axis(min(lengths), max(lengths), numbers.tick, pad=0.06)
     return charts.figure("tokens", "validation loss, nats per token", traces, x=axis)
-
-
-def timeline(study: StudyView) -> Figure | None:
-    """Draw a row for each worker, with a bar for each trial. Return None if no time is known."""
-    names = points.workers(study)
-    bars = [
-        (name, trial, trial.ended - trial.seconds, trial.seconds)
-        for name, trials in by_kind(study).items()
-        for trial in trials
-        if trial.ended and trial.seconds and trial.worker
-    ]
-    if not bars:
-        return None
-    begin, end = min(began for _, _, began, _ in bars), max(began + seconds for _, _, began, seconds in bars)
-    unit, scale = ("hours", 3600) if end - begin > 7200 else ("minutes", 60) if end - begin > 120 else ("seconds", 1)
-    trace = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [names[trial.worker or ""] for _, trial, _, _ in bars],
-        "x": [round(seconds / scale, 3) for _, _, _, seconds in bars],
-        "base": [round((began - begin) / scale, 3) for _, _, began, _ in bars],
-        "marker": {"color": [MARKS[name].colour for name, _, _, _ in bars], "opacity": 0.65},
-        "hovertext": [hover(trial, study) for _, trial, _, _ in bars],
-    }
-    rows = {"type": "category", "categoryorder": "array", "categoryarray": list(names.values())}
-    return charts.figure(
-        f"{unit} since the first trial began",
-        "",
-        [trace],
-        x={"showgrid": True, "rangemode": "tozero"},
-        y={**rows, "autorange": "reversed", "showgrid": False, "nticks": 0},
-        bargap=0.25,
-    )

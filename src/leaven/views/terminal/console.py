@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, cast
 
-import typer
 from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
@@ -20,7 +19,11 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 class _Stream:
-    """A stream that raises BrokenPipeError if its terminal is gone. If ``forgiving``, it ignores other OSErrors."""
+    """A standard stream that becomes the null device if nobody reads it any more, as after ``| head``.
+
+    The command goes on, and keeps its exit code. If ``forgiving``, other errors, such as of a full disk, are ignored,
+    too.
+    """
 
     def __init__(self, stream: IO[str], *, forgiving: bool) -> None:
         self._stream, self._forgiving = stream, forgiving
@@ -38,9 +41,9 @@ class _Stream:
         try:
             return function(*arguments)
         except OSError as error:
-            if error.errno in {errno.EIO, errno.ENXIO, errno.ECONNRESET}:
-                raise BrokenPipeError from error
-            if not self._forgiving or isinstance(error, BrokenPipeError):
+            if error.errno in {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            elif not self._forgiving:
                 raise
 
 
@@ -59,13 +62,6 @@ class SafeConsole(Console):
         for text, style, control in super().render(*arguments, **options):
             yield Segment(text if control else shown(text), style, control)
 
-    def on_broken_pipe(self) -> None:
-        """Drop all later output, because its reader is gone. On standard output, raise BrokenPipeError."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-        if not self.stderr:
-            raise BrokenPipeError
-
 
 def _console(stderr: bool) -> Console:
     # The consoles do not break lines: tables fit the width, and the terminal wraps sentences.
@@ -79,9 +75,10 @@ console = _console(stderr=False)
 errors = _console(stderr=True)
 
 
-def echo(text: str, newline: bool = True) -> None:
-    """Print a text, such as JSON or TOML, to standard output without styles."""
-    typer.echo(shown(text), nl=newline)
+def echo(text: str, newline: bool = True, *, raw: bool = False) -> None:
+    """Print a text, such as JSON or TOML, to standard output without styles. ``raw``: with its control characters."""
+    console.file.write((text if raw else shown(text)) + "\n" * newline)
+    console.file.flush()
 
 
 def warn(messages: Iterable[str], label: str = "warning") -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number, format_quantity, format_seconds
 from leaven.tuning.algorithm.noise import GIVEN
-from leaven.tuning.study_document import PRUNED, UNDER_WAY, Coordinate, Dimension, StudyDocument, StudyTrial, covered
+from leaven.tuning.study_document import PRUNED, UNDER_WAY, Coordinate, Dimension, StudyDocument, StudyTrial
 from leaven.views import numbers, points
 from leaven.views.points import findings, repeats, result
 from leaven.views.tables import LABEL, Cell, Column, Facts, Table, joined, under
@@ -37,19 +37,9 @@ class TuneScreen(LiveScreen):
     ``stack`` is the number of trials a worker trains at once.
     """
 
-    def __init__(
-        self,
-        state: StudyDocument,
-        trials: int | None,
-        workers: int,
-        *,
-        flops: float | None = None,
-        hours: float | None = None,
-        stack: int = 1,
-    ) -> None:
+    def __init__(self, state: StudyDocument, trials: int | None, workers: int, *, stack: int = 1) -> None:
         super().__init__(COLUMNS)
         self._state, self._trials, self._workers, self._stack = state, trials, workers, stack
-        self._flops, self._hours = flops, hours
         self._shown = {trial.number for trial in _ended(state)}
         self._running: dict[int, tuple[str, float]] = {}  # (worker, start in Unix time) by number of the trial
         self._names: dict[str, str] = {}
@@ -79,7 +69,7 @@ class TuneScreen(LiveScreen):
             if unknown and (noise := _noise(state)) is not None:
                 self.line(f"  {noise}; smaller gains do not count")
             ended = len(self._shown)
-            self.bar("trials", ended, self._trials and max(self._trials, ended), "")
+            self.bar("trials", ended, self._trials and max(self._trials, ended))
             if not self.console.is_terminal and ended // EVERY > (ended - len(new)) // EVERY:
                 self.line(f"  {' · '.join(map(str, self._summary()))}")
 
@@ -146,23 +136,6 @@ class TuneScreen(LiveScreen):
         done = len(self._shown)
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
-    def _time_left(self) -> str:
-        """Return the estimated time until the budget is used up, such as ``8.2 s left``, or ""."""
-        usual, left = self._usual(), list[float]()
-        if usual is None:
-            return ""
-        rate = self._workers * self._stack / usual  # trials per second
-        if self._trials is not None:
-            left.append((self._trials - len(self._shown)) / rate)
-        spent = [trial.flops for trial in self._state.trials if trial.flops]
-        if self._flops is not None and spent:
-            left.append((self._flops - sum(spent)) / statistics.median(spent) / rate)
-        if self._hours is not None:
-            spans = [(since, time.time()) for _, since in self._running.copy().values()]
-            spans += [(t.ended - t.seconds, t.ended) for t in self._state.trials if t.ended and t.seconds]
-            left.append(3600 * self._hours - covered(spans))  # the hours in which at least one trial runs
-        return f"{format_seconds(min(left))} left" if left and min(left) > 0 else ""
-
     def _summary(self) -> list[Cell]:
         state, parts = self._state, list[str]()
         if (best := self._best) is not None:
@@ -174,7 +147,7 @@ class TuneScreen(LiveScreen):
         parts += [noise] if (noise := _noise(state)) else []
         at_once = f", {self._stack} trials at once" if self._stack > 1 else ""
         parts.append((f"{self._workers} workers" if self._workers > 1 else "1 worker") + at_once)
-        return [*parts, left] if (left := self._time_left()) else [*parts]
+        return [*parts]
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
