@@ -125,12 +125,13 @@ def _sorted(words: list[str], origin: str) -> Arguments:
     found, flag = Arguments(), ""
     for word in words:
         kind, given = kind_of(flag), found.flags.get(flag, [])
-        if word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
+        name, equals, value = word[2:].partition("=")
+        is_flag, unknown = word.startswith("--") and name, _UNKNOWN.findall(word)
+        if (is_flag and "\0" in name) or (_UNKNOWN.fullmatch(word) and (not flag or given or kind == "switch")):
+            found.open += [each for each in unknown if each not in found.open]
+        elif is_flag:
             flag = _name(name)
             given = found.flags[flag] = [value] if equals else []
-        elif _UNKNOWN.fullmatch(word) and (not flag or given or kind == "switch"):
-            found.open += [word.strip("\0")] if word.strip("\0") not in found.open else []
         elif _DASHES.match(word):
             raise InputError(f"{origin}: {word} has a dash instead of hyphens; write -- before the name of a flag")
         elif not flag or kind == "switch" or (kind in {"count", "number"} and given):
@@ -139,8 +140,8 @@ def _sorted(words: list[str], origin: str) -> Arguments:
         else:
             given.append(word)
     for flag, given in found.flags.items():
-        if kind_of(flag) and (unknown := _UNKNOWN.findall(" ".join(given))):
-            found.unknown[flag] = ", ".join(unknown)
+        if kind_of(flag) and "\0" in (text := " ".join(given)):
+            found.unknown[flag] = ", ".join(_UNKNOWN.findall(text))
     return found
 
 
@@ -388,7 +389,8 @@ class _Script:
         if certain and not index:
             old = self._elements(_Piece(name=name, every=True)) if append else []
             added = self.fields(words) if is_array else [self._text(words[0].pieces)]
-            self._values[name] = [*old, *added] if is_array else ["".join([*old[:1], *added])]
+            text = ["".join([*old[:1], *added]), *self._values.get(name, [])[1:]]  # of an array, the first element
+            self._values[name] = [*old, *added] if is_array else text
             return
         texts = [
             "".join("\0" if piece.name == name else "$" if piece.name else piece.text for piece in each.pieces)
