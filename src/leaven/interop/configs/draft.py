@@ -235,8 +235,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason names the first of these that exists: an unknown part of a script in the settings, the settings that
-        were given, such as "--bf16", or the default of the first setting.
+        The reason names the first of these that exists: a part of a setting that only the running script knows, the
+        settings that were given, such as "--bf16", or the default of the first setting.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
