@@ -68,10 +68,10 @@ _SETTERS = {"read", "readarray", "mapfile", "let", "printf", "getopts", "unset",
 class Arguments:
     """The arguments of Megatron-LM in a script or list."""
 
-    flags: dict[str, list[str]] = field(default_factory=dict)  # the name of each flag -> the words after it
-    unknown: dict[str, str] = field(
-        default_factory=dict
-    )  # flag without a known value -> what is unknown, such as $LR
+    # The name of each flag -> the words after it
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    # Each flag without a known value -> what is unknown, such as $LR
+    unknown: dict[str, str] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)  # what may have more flags, such as $@
     defaults: list[str] = field(default_factory=list)  # variables whose default is used
 
