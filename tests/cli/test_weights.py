@@ -61,7 +61,7 @@ def test_start_weights_with_the_token_ids_of_another_tokenizer_are_named(
     whole = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").write_bytes(whole[: len(whole) // 2].ljust(len(whole), b"\0"))
     for command in (train, ["new", tmp_path / "more.toml", "--from-weights", out]):
-        says = f" weight tensors in {out} are zeros, in whole or in part, such as model."
+        says = f" matrices in {out} are zeros, in whole or in part, such as model."
         assert says in " ".join(leaven(*command)[2].split())
 
 

@@ -6,7 +6,6 @@ multiplies weights by the multipliers and divides them by the constants. Reading
 """
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +27,7 @@ from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_bat
 from leaven.interop.configs.export import environment
 from leaven.interop.huggingface_config import HuggingFaceModel, read_config, read_json
 from leaven.recipe.recipe import Recipe, flatten
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
 from leaven.recipe.units import format_quantity
 from leaven.scaling.table import ParameterTable, folding
 from leaven.storage import share, written_folder
@@ -410,39 +409,34 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 
 
 def zeros_caution(folder: Path) -> str | None:
-    """Return a warning if weights in a folder are zeros without reason, as after an interrupted copy.
+    """Return a warning if matrices in a folder are zeros, as after an interrupted copy.
 
-    Two rows of each matrix are read. A tensor may be all zeros in every layer, because some models start like this.
-    But zeros in most kinds of tensors, in the embedding or in the final norm are a fault. Return None without a
-    fault, or if the folder cannot be read.
+    Two rows of each matrix are read. Models may start with zeros in the unembedding and in the last matrices of
+    branches, so these are not read. Return None without zeros, or if the folder cannot be read.
     """
     try:
         plain = read_huggingface(folder)
     except InputError:
         return None
-    architecture, rows = plain.architecture, dict[str, list[tuple[str, bool]]]()  # by name without numbers
-    never = {f"{architecture.ends[end]}.weight" for end in ("embedding", "norm.final")}
-    weights = [each for each in architecture.tensors(plain.shape) if each.name.endswith(".weight")]
+    read = {
+        each.name
+        for each in plain.shape.parameters()
+        if each.role.is_matrix and each.role is not Role.UNEMBEDDING and each.module not in BRANCH_ENDS
+    }
+    matrices = [each for each in plain.architecture.tensors(plain.shape) if read & each.parts.keys()]
+    zeros = []
     with _opened(plain) as tensors:
-        for each in weights:
-            name, (size, *columns) = each.name, each.shape
-            if not columns and architecture.offset_gains:  # a stored 0 is a gain of 1
-                continue
-            file, there = tensors[name]
-            tensor, edge = file.get_slice(there), size // 16  # tokens at the ends of a vocabulary may be unused
-            parts = [slice(row, row + 1) for row in (edge, size - 1 - edge)] if columns else [slice(size)]
-            alike = rows.setdefault(re.sub(r"\.\d+(?=\.)", "", name), [])
-            alike += [(name, not tensor[part].any()) for part in parts]
-    whole = {kind for kind, alike in rows.items() if all(zero for _, zero in alike)}
-    untrained = whole - never if len(whole) <= len(rows) / 2 else set()
-    found = (name for kind in rows.keys() - untrained for name, zero in rows[kind] if zero)
-    zeros = sorted(set(found))
+        for each in matrices:
+            file, there = tensors[each.name]
+            tensor, edge = file.get_slice(there), each.shape[0] // 16  # the first and last tokens may be unused
+            if any(not tensor[row : row + 1].any() for row in (edge, each.shape[0] - 1 - edge)):
+                zeros.append(each.name)
     if not zeros:
         return None
     return (
-        f"{len(zeros):,} of {len(weights):,} weight tensors in {folder} are zeros, in whole or in part, such as "
-        f"{zeros[0]}; if a copy or a download of them was interrupted, repeat it; if they are zeros on purpose, as "
-        "in added layers, ignore this"
+        f"{len(zeros):,} of {len(matrices):,} matrices in {folder} are zeros, in whole or in part, such as "
+        f"{zeros[0]}; if a copy or a download of them was interrupted, repeat it; if they are zeros on purpose, "
+        "ignore this"
     )
 
 

@@ -9,7 +9,7 @@ from tests.interop.configs.recipes import FAMILIES, MIXTURES, NEOX, PER_MODULE, 
 
 from leaven.documents.runs import LossRow
 from leaven.interop.configs.export import export
-from leaven.interop.configs.megatron_script import parse_flags
+from leaven.interop.configs.megatron_script import parse_arguments
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 
@@ -49,7 +49,7 @@ FLAGS: dict[str, Any] = {
 def flags_of(recipe: Recipe) -> dict[str, Any]:
     """Return the exported flags as argparse reads them, by the table above."""
     read = {}
-    for name, words in parse_flags(export("megatron", recipe).files[""], "args").items():
+    for name, words in parse_arguments(export("megatron", recipe).files[""], "args").flags.items():
         kind = FLAGS[name]
         if kind is None:
             assert words == []

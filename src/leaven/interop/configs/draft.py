@@ -180,7 +180,7 @@ class Settings:
     prefix: str = ""  # text before the name of a setting, such as "--"
     suffix: str = ""  # text after the names of settings in a reason
     given: dict[str, Any] = field(default_factory=dict)
-    # by setting whose value is a shell variable that the script does not set: the variable, such as "$LR"
+    # by setting whose value only the running script knows: the unknown part, such as "$LR"
     unset: dict[str, str] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
@@ -204,7 +204,8 @@ class Settings:
             return value or {}
         if value is None and name in self.unset:
             raise InputError(
-                f"{label} is {self.unset[name]}, which is unknown until the script runs; write the number"
+                f"{label} is {self.unset[name]}, which is unknown until the script runs; write the number, or echo "
+                "before the training command, and import the line that it then prints"
             )
         if value is None:
             raise InputError(f"{label} is missing, and a recipe needs it; add it")
@@ -234,8 +235,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason names the first of these that exists: an unset shell variable in the settings, the settings that
-        were given, such as "--bf16", or the default of the first setting.
+        The reason names the first of these that exists: a part of a setting that only the running script knows, the
+        settings that were given, such as "--bf16", or the default of the first setting.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from leaven.errors import InputError
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
-from leaven.interop.configs.megatron_script import TABLE, kind_of, open_variables, parse_flags
+from leaven.interop.configs.megatron_script import TABLE, kind_of, parse_arguments
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.files import validated
 from leaven.recipe.shape import ModelShape
@@ -49,29 +49,29 @@ def _read_flags(text: str, draft: Draft) -> Settings:
     """Return the known flags. Add unknown flags to ``draft.unread``, and unset variables to ``draft.unknown``."""
     origin = draft.origin
     flags = Settings(draft, origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
-    parsed = parse_flags(text, origin)
-    for flag, words in parsed.items():
-        if flag.startswith("$"):
-            line = f"{', '.join(open_variables(flag, parsed.loops))}: its flags are unknown until the script runs"
-            draft.unknown += [] if line in draft.unknown else [line]
+    parsed = parse_arguments(text, origin)
+    for flag, words in parsed.flags.items():
+        kind = kind_of(flag)
+        if flag in parsed.unknown and kind:
+            flags.unset[flag] = parsed.unknown[flag]
+            draft.unknown.append(f"--{flag}: {flags.unset[flag]} is unknown until the script runs")
             continue
         for unsupported, what in TABLE["unsupported"].items():
             if fnmatchcase(flag.replace("_", "-"), unsupported):
                 raise InputError(f"{origin}: --{flag}: leaven does not have {what}")
-        kind = kind_of(flag)
-        unset = [variable for word in words[:1] for variable in open_variables(word, parsed.loops)]
         if kind is None:
             draft.unread.append(f"--{flag}")
         elif kind == "switch":
             flags.given[flag] = True
-        elif unset:
-            flags.unset[flag] = ", ".join(unset)
-            draft.unknown.append(f"--{flag}: {flags.unset[flag]} is unknown until the script runs")
         elif not words:
             raise InputError(f"{origin}: --{flag} has no value")
         else:
-            flags.given[flag] = words[0] if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
+            flags.given[flag] = " ".join(words) if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
             _require_neutral(flags, flag)
+    draft.unknown += [f"{name}: its flags are unknown until the script runs" for name in parsed.open]
+    if parsed.defaults:
+        names = ", ".join(parsed.defaults)
+        draft.unknown.append(f"{names}: the script's default is used, unless the environment sets another value")
     if flags.given.get("num-experts") == 0:  # Megatron reads 0 as no experts
         del flags.given["num-experts"]
     return flags
@@ -164,8 +164,8 @@ def _kind(given: Settings) -> None:
         draft.unread.append(
             "--eod-mask-loss: with packed documents leaven also trains the token after an end of text"
         )
-    if "bf16" in given and "fp16" in given:  # perhaps in two branches; parse_flags refuses both in one command
-        draft.unknown.append("precision.compute: the script has --bf16 and --fp16 in different places; bf16 is used")
+    if "bf16" in given and "fp16" in given:
+        raise InputError(f"{given.origin}: --bf16 and --fp16: these are two precisions; remove one")
     compute = "bf16" if "bf16" in given else "fp16" if "fp16" in given else "fp32"
     given.put("precision.compute", compute, "bf16", "fp16")
 
@@ -310,7 +310,7 @@ def _batch_and_duration(given: Settings, length: int) -> None:
     elif "global-batch-size" in given:
         draft.set("batch.tokens", given["global-batch-size"] * length, "--global-batch-size x --seq-length")
         words = given["rampup-batch-size"].split()
-        if words and (len(words) != 3 or "$" in " ".join(words)):
+        if words and len(words) != 3:
             draft.unknown.append(f"--rampup-batch-size {' '.join(words)}: needs START INCREMENT SAMPLES as numbers")
         elif words:
             label = given.label("rampup-batch-size")

@@ -1,0 +1,262 @@
+"""Reading the arguments of Megatron-LM in shell scripts. Bash itself says which arguments a script gives."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tests.errors import refused
+
+from leaven.interop.configs import from_megatron
+from leaven.interop.configs.megatron_script import Arguments, parse_arguments
+
+SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
+TRAIN = f"torchrun pretrain_gpt.py {SHAPE}"
+ADVICE = "; write echo before the training command, run the script, and import the line that it prints"
+
+
+def arguments_by_bash(script: str, folder: Path, *arguments: str) -> dict[str, list[str]]:
+    """Return the flags that ``torchrun`` gets if bash runs the script. Its command prints its arguments instead."""
+    stub = folder / "torchrun"
+    stub.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\" > arguments\n")
+    stub.chmod(0o755)
+    (folder / "script.sh").write_text(script)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin"}
+    subprocess.run(["bash", "script.sh", *arguments], cwd=folder, env=environment, check=True, capture_output=True)
+    found: dict[str, list[str]] = {}
+    words = (folder / "arguments").read_text().split("\0")[:-1]
+    for word in words[words.index("pretrain_gpt.py") + 1 :]:
+        if word.startswith("--"):
+            last, equals, value = word[2:].partition("=")
+            found[last] = [value] if equals else []
+        else:
+            found[last].append(word)
+    return found
+
+
+KNOWN = {
+    "variables and arrays": f"""
+        LR=3e-4; export WD=0.1  # as published
+        RATE=$LR
+        ARGS=(
+            --lr $RATE --weight-decay ${{WD}}  # it's the best
+            # --adam-beta2 0.9 \\
+            "--adam-beta2" '0.95' "--clip-grad 0.5"
+        )
+        ARGS+=(--seed=7 --norm-epsilon 1e-6)
+        {TRAIN} ${{ARGS[@]}} --bf16""",
+    "texts": f"""
+        ARGS=" \\
+            --lr 1 \\
+            --seed 7 \\
+            "
+        ARGS="$ARGS --bf16"
+        ARGS+=" --swiglu"
+        {TRAIN} $ARGS --save "a b"'c'\\ d""",
+    "elements in quotes": f"""
+        ARGS=(--lr 1 --wandb-exp-name 'a --lr 2' --rampup-batch-size 2 2 300)
+        MORE=()
+        {TRAIN} "${{ARGS[@]}}" "${{MORE[@]}}" """,
+    "the first element": f"ARGS=('--lr 1' --lr 2)\n{TRAIN} $ARGS",
+    "assigned again": f"LR=1\nLR=2\nARGS='--lr 3'\nARGS=\"--lr $LR\"\n{TRAIN} $ARGS\nLR=4",
+    "one flag twice": f"{TRAIN} --lr 1 --lr 2",
+    "after &&": f"export X=1 && \\\n{TRAIN} --lr 1 2>&1 | tee log",
+    "in eval": f'CMD="{TRAIN} --lr 1 &> log"\necho $CMD\neval $CMD',
+    "in bash -c": f"export X=1\nexport ARGS='--lr 1'\nCMD='{TRAIN} $ARGS # --lr 2'\nbash -c \"$CMD\"",
+    "in sh -c, in single quotes": f"export ARGS='--lr 1'\nsh -c '\n  # --lr 3 \\\n  {TRAIN} $ARGS'",
+    "beside other programs": f"""
+        cat > config.json <<-EOF
+        {{ "lr": "it's $LR", torchrun {SHAPE}
+\tEOF
+        cat <<< x; LR=1
+        if [[ $X && ! -f pretrain_gpt.py ]]; then echo "--lr 2 (or --fp16)"; fi
+        log() {{ echo "$1 LR"; }}
+        log done; (cd . && LR=2 true); N=$(( $(echo 1) + 2 )); date > log 2>&1
+        case $1 in --num-layers) N=2 ;; (a|b) ;; *) ;; esac
+        for N in 1 2; do echo $N; done
+        {TRAIN} --lr $LR 2> log""",
+    "# and ; in words": f"{TRAIN} --save a#b --wandb-exp-name 'sweep #3; x' --lr 1  # --lr 2\necho sweep #3",
+    "defaults": f"""
+        LR=; RATE=3
+        ARGS="--lr ${{LR:-1}} --seed ${{SEED:-"7"}}"
+        {TRAIN} $ARGS ${{OTHER:---bf16}} --lr ${{LR:-$RATE}}e-4 ${{MORE:-}}""",
+}
+
+
+@pytest.mark.parametrize("script", KNOWN.values(), ids=KNOWN.keys())
+def test_known_arguments_are_those_of_bash(script: str, tmp_path: Path) -> None:
+    found = parse_arguments(script, "x")
+    assert found.flags == arguments_by_bash(script, tmp_path)
+    assert not found.unknown
+    assert not found.open
+
+
+UNKNOWN = {
+    "not set": "",
+    "in a branch": "LR=1\nif [ $1 ]; then LR=2; fi",
+    "in another branch": "LR=1\nif [ $1 ]\nthen :\nelse LR=2\nfi",
+    "in a loop": "for X in 1 2; do LR=$X; done",
+    "of a loop": "LR=1\nfor LR in 1 2; do :; done",
+    "of an arithmetic loop": "LR=1\nfor ((LR=1; LR<=3; LR++)); do :; done",
+    "in a case": "LR=1\ncase $1 in a|b) LR=2 ;; *) LR=3 ;; esac",
+    "in a function before": "f() { LR=2; }\nLR=1\nf",
+    "in a function after": "LR=1\nfunction f {\n  LR=2\n}\nf",
+    "after &&": "LR=1\n[ $1 ] && LR=2",
+    "after || in the next line": "LR=1\n[ $1 ] ||\n  LR=2",
+    "after a pipe": "LR=1 | cat",
+    "in the background": "LR=1 &",
+    "in a subshell": "(LR=1)",
+    "by read": "LR=1\nread -p LR? LR < file",
+    "by a loop with read": "LR=1\ncat f | while IFS=, read -r N LR; do :; done",
+    "by mapfile": "mapfile -t LR < f",
+    "by let": "LR=1\nlet 'LR = LR + 1'",
+    "by ((": "LR=1\n((LR*=2))",
+    "by printf -v": "LR=1\nprintf -v LR %s 2",
+    "by unset": "LR=1\nunset LR",
+    "by declare -i": "declare -i LR=1",
+    "by an index": "LR=1\nLR[0]=2",
+    "by source": "LR=1\nsource other.sh",
+    "by an eval of a command": 'LR=1\neval "$(conda shell)"',
+    "by eval in a branch": "LR=1\nif [ $1 ]; then eval 'LR=2'; fi",
+    "the output of a command": "LR=$(cat 'it)s' # it's )\n)",
+    "the output of another command": "LR=`cat file`",
+    "arithmetic": "LR=$((1 + (2 * 3)))",
+    "an argument": "LR=$1",
+    "part of a variable": "X=12\nLR=${X%2}",
+    "by another unknown variable": "RATE=$1\nLR=${RATE}e-4",
+    "for one command": "LR=1 date",
+    "changed without a space": "LR=1\nif [ $1 ]; then LR=$LR.5; fi",
+    "after its use": "true\nif false; then LR=1; fi",
+}
+
+
+@pytest.mark.parametrize("lr", ["$LR", "${LR}", '"$LR"', "${LR[@]}"])
+@pytest.mark.parametrize("script", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_other_values_are_unknown(script: str, lr: str) -> None:
+    found = from_megatron.read(f"{script}\n{TRAIN} --lr {lr}", "train.sh", "x")
+    assert [line for line in found.unknown if "until the script runs" in line and line.startswith("--lr: $")]
+
+
+def test_a_default_is_listed_and_does_not_hide_a_change() -> None:
+    def lines(script: str) -> list[str]:
+        unknown = from_megatron.read(f"{script}\n{TRAIN} --lr ${{LR:-1e-3}}", "train.sh", "x").unknown
+        return [line for line in unknown if "$LR" in line]
+
+    assert lines("") == ["$LR: the script's default is used, unless the environment sets another value"]
+    assert lines("LR=1e-3") == []
+    assert lines("if [ $1 ]; then LR=2; fi") == ["--lr: $LR is unknown until the script runs"]
+
+
+EXTENDED = {
+    "a text in a branch": "ARGS='--bf16'\nif [ $1 ]; then ARGS=\"$ARGS \\\n --lr 2\"; fi",
+    "a text in front": "ARGS='--bf16'\nif [ $1 ]; then ARGS=\"--lr 2 ${ARGS}\"; fi",
+    "an array in a branch": "ARGS=(--bf16)\nif [ $1 ]; then ARGS+=(--lr 2); fi",
+    "an array with itself": 'ARGS=(--bf16)\n[ $1 ] && ARGS=("${ARGS[@]}" --lr 2)',
+    "by +=": "ARGS=--bf16\nwhile [ $1 ]; do ARGS+=' --lr 2'; shift; done",
+    "by a function": "f() { ARGS+=(--lr 2); }\nARGS=(--bf16)\nf",
+    "in another variable": 'MORE=\'--bf16\'\nif [ $1 ]; then MORE="$MORE --lr 2"; fi\nARGS="$MORE"',
+    "by arguments": 'ARGS=(--bf16 "$@")',
+    "by a variable": "ARGS=(--bf16 $OTHER)",
+}
+
+
+@pytest.mark.parametrize("use", ["${ARGS[@]}", "--seed 7 ${ARGS[@]}"])
+@pytest.mark.parametrize("script", EXTENDED.values(), ids=EXTENDED.keys())
+def test_words_that_may_be_appended_are_unknown(script: str, use: str) -> None:
+    found = parse_arguments(f"{script}\n{TRAIN} {use}", "x")
+    assert found.flags["bf16"] == []
+    assert "lr" not in found.flags
+    assert len(found.open) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "places"),
+    [
+        ('"$@"', ["$@"]),
+        ("$* $1 ${10} ${2:-}", ["$*", "$1", "$10"]),
+        ("${@:2} $(cat flags)", ["${...}", "$(...)"]),
+        ("--bf16 $MORE", ["$MORE"]),
+        ("--save $MORE --data-path $A $B", ["$B"]),
+        ("--rampup-batch-size 2 2 $C", ["$C"]),
+        ("> $1", []),
+    ],
+)
+def test_places_where_flags_may_be(more: str, places: list[str]) -> None:
+    assert parse_arguments(f"date\n$1 torchrun $2 pretrain_gpt.py {SHAPE} {more}", "x").open == places
+
+
+def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
+    pattern = "--moe-layer-freq ([0]*1+[1]*1) --pp-partition-method type:transformer|embedding --lr 1"
+    for text in (f"{TRAIN} {pattern}", f"# of yesterday\n\n{SHAPE} {pattern}".replace(" --", "\n--")):
+        found = parse_arguments(text, "x")
+        assert found.flags["moe-layer-freq"] == ["([0]*1+[1]*1)"]
+        assert found.flags["lr"] == ["1"]
+    found = parse_arguments("--lr $LR \\\n --save '$X' --bf16\n--seed\n7 # of the data\n--split 9,1", "x")
+    assert found == Arguments(
+        {"lr": ["\0$LR\0"], "save": ["$X"], "bf16": [], "seed": ["7"], "split": ["9,1"]}, {"lr": "$LR"}
+    )
+    assert parse_arguments("ARGS=(\n--lr 1 '--seed 7' # x\n)\n", "x").flags == {"lr": ["1"], "seed 7": []}
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (f"{TRAIN} --lr 1\n{TRAIN} --lr 2", f"several commands have --num-layers{ADVICE}"),
+        (f"if [ $1 ]; then {TRAIN} --lr 1; fi\n{TRAIN} --lr 2", "several commands have"),
+        (f"for LR in 1 2; do\n{TRAIN} --lr $LR\ndone", "no command outside of branches, loops and functions has"),
+        (f"train() {{ {TRAIN}; }}\ntrain", "no command outside of branches, loops and functions has"),
+        (f"ARGS='{SHAPE}'\necho torchrun pretrain_gpt.py $ARGS", "no command outside of"),
+        (f"bash <<EOF\n{TRAIN}\nEOF", "no command outside of"),
+        ("ARGS=(--lr 1)\nMORE=(--bf16)", "no command outside of"),
+        (f"date\n{TRAIN} --lr '1", f"leaven cannot read line 2 (' without a partner){ADVICE}"),
+        (f'date\n{TRAIN} --lr "1', "cannot read line 2"),
+        (f"date\n\n{TRAIN} --lr $(cat", "cannot read line 3 ($( without a partner)"),
+        (f"date\n{TRAIN} --lr ${{LR", "cannot read line 2 (${ without a partner)"),
+        (f"ARGS=(--lr 1\n{TRAIN}", "cannot read line 1 (ARGS=( has no end)"),
+        (f"if [ $1 ]; then\n{TRAIN}\n", "(fi is missing)"),
+        (f"LR=1\ndone\n{TRAIN}", "cannot read line 2 (unexpected done)"),
+        (f"X=a )\n{TRAIN}", "(unexpected ))"),
+        (f"[[ $X =~ ^(a|b)$ ]]\n{TRAIN}", "(unexpected ()"),
+        (f"date\n{TRAIN} --save <PATH> --bf16", "(unexpected >)"),
+        (f"{SHAPE}\n--lr 6e-4 –weight-decay 0.3", "–weight-decay has a dash instead of hyphens"),
+        (f"{SHAPE} --save x —bf16", "—bf16 has a dash instead of hyphens; write -- before the name of a flag"),
+        (
+            f"{SHAPE} --lr 6e-4 weight-decay",
+            "weight-decay after --lr is not the value of any flag; correct or remove",
+        ),
+        (f"{SHAPE} --bf16 on", "on after --bf16 is not the value of any flag"),
+        ("", "no command outside of"),
+        ("A=1", "1 is not the value of any flag"),
+        ("$" * 500_000, "and leaven reads at most 131,072; give a file with only the arguments"),
+        ("A0=x\n" + "".join(f'A{i + 1}="$A{i} $A{i}"\n' for i in range(40)), "more than 1,048,576 characters"),
+        ('X=\'eval "$X"\'\neval "$X"', "more than 1,048,576 characters"),
+    ],
+)
+def test_other_scripts_are_refused(script: str, says: str) -> None:
+    with refused("train.sh: ", says):
+        parse_arguments(script, "train.sh")
+
+
+UNITS = [
+    "$((",
+    "$(",
+    "${N:-",
+    "A=(",
+    "((N=",
+    "if ",
+    "for N in a; do ",
+    "bash -c '",
+    "<<E\n",
+    "[[ ",
+    '"$A',
+    "\0",
+    "$A ",
+]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_script_is_read_in_linear_time(unit: str) -> None:
+    start = time.process_time()
+    with refused("x: "):
+        parse_arguments("A=1\n" + unit * (130_000 // len(unit)), "x")
+    assert time.process_time() - start < 8
