@@ -16,6 +16,7 @@ from tests.demo import small_demo
 
 from leaven import demo
 from leaven.demo import SIZES, paired, run_demo
+from leaven.documents import sealed
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
@@ -127,7 +128,7 @@ def test_a_demo_without_its_runs_does_not_start_again(tmp_path: Path) -> None:
     with pytest.raises(ChecksStopped):
         run(killed, size="quick", stop=lambda: True)
     begun = json.loads((tmp_path / "demo.json").read_text()) | {"runs": [], "seconds": 0.0}
-    (tmp_path / "demo.json").write_text(json.dumps(begun))  # as if it was killed
+    (tmp_path / "demo.json").write_text(json.dumps(sealed(begun)))  # as if it was killed
     assert_not_started_without_its_runs(tmp_path)
 
 

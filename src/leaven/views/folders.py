@@ -226,24 +226,26 @@ def read_study(folder: Path) -> StudyView:
         storage.require_target(best, "bring it back")
     except InputError as error:
         return view.model_copy(update={"gap": str(error)})
+    recipe = read_recipe(best)
     if edited(best):
         gap = "best.toml is not shown, because it was edited after leaven tune wrote it"
         return view.model_copy(update={"gap": gap})
-    return view.model_copy(update={"best_recipe": read_recipe(best)})
+    return view.model_copy(update={"best_recipe": recipe})
 
 
 def read_demo(folder: Path) -> DemoDocument:
-    return _document(folder / "demo.json", DemoDocument)
+    again = "restore it, or start the demo in another folder with --run"
+    return _document(folder / "demo.json", DemoDocument, again=again)
 
 
 def read_check(folder: Path) -> CheckDocument:
     return _document(folder / "check.json", CheckDocument, sealed=True)
 
 
-def _document(path: Path, kind: type[Kind], sealed: bool = False) -> Kind:
+def _document(path: Path, kind: type[Kind], *, sealed: bool = False, again: str = _AGAIN) -> Kind:
     """Return the document in a file. Raise InputError if the file is not as leaven wrote it.
 
-    ``sealed``: refuse a file without a digest as well.
+    ``sealed``: refuse a file without a digest as well. ``again``: what to do about a refused file.
     """
     try:
         content = storage.read(path)
@@ -253,11 +255,11 @@ def _document(path: Path, kind: type[Kind], sealed: bool = False) -> Kind:
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{key}: " for key in first["loc"])
-        raise InputError(f"{path}: {where}{first['msg'][0].lower()}{first['msg'][1:]}; {_AGAIN}") from None
+        raise InputError(f"{path}: {where}{first['msg'][0].lower()}{first['msg'][1:]}; {again}") from None
     if sealed and DIGEST not in json.loads(content):
-        raise InputError(f"{path}: its digest ({DIGEST}) is missing; {_AGAIN}")
+        raise InputError(f"{path}: its digest ({DIGEST}) is missing; {again}")
     if (fault := next(_undrawable(document.model_dump(), ""), None)) is not None:
-        raise InputError(f"{path}: {fault}; {_AGAIN}")
+        raise InputError(f"{path}: {fault}; {again}")
     return document
 
 
