@@ -72,7 +72,7 @@ KNOWN = {
         if [[ $X && ! -f pretrain_gpt.py ]]; then echo "--lr 2 (or --fp16)"; fi
         log() {{ echo "$1 LR"; }}
         log done; (cd . && LR=2 true); N=$(( $(echo 1) + 2 )); date > log 2>&1
-        case $1 in --num-layers) N=2 ;; (a|b) ;; *) ;; esac
+        case $1 in --num-layers) N=2 ;; --lr|b) ;; (a|b) ;; *) ;; esac
         for N in 1 2; do echo $N; done
         {TRAIN} --lr $LR 2> log""",
     "# and ; in words": f"{TRAIN} --save a#b --wandb-exp-name 'sweep #3; x' --lr 1  # --lr 2\necho sweep #3",
@@ -216,6 +216,8 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
         (f"if [ $1 ]; then\n{TRAIN}\n", "(fi is missing)"),
         (f"LR=1\ndone\n{TRAIN}", "cannot read line 2 (unexpected done)"),
         (f"X=a )\n{TRAIN}", "(unexpected ))"),
+        (f"{TRAIN}\n  --lr 1\n", "cannot read line 2 (--lr begins a command; end the line before with a backslash)"),
+        (f"CMD='{TRAIN}\n --lr 1'\nbash -c \"$CMD\"", "(--lr begins a command"),
         (f"[[ $X =~ ^(a|b)$ ]]\n{TRAIN}", "(unexpected ()"),
         (f"date\n{TRAIN} --save <PATH> --bf16", "(unexpected >)"),
         (f"{SHAPE}\n--lr 6e-4 –weight-decay 0.3", "–weight-decay has a dash instead of hyphens"),

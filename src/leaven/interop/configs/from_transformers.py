@@ -113,25 +113,20 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:
-    """Return the paths of config.json and of the training arguments (None if missing).
+    """Return the paths of config.json and of training_args.json (None if missing).
 
-    ``path`` is their folder or one of the two files. The keys of a file tell which one it is, so its name is free.
-    Raise InputError if ``path`` or config.json does not exist.
+    ``path`` is their folder, training_args.json, or a config.json of any name. Raise InputError if ``path`` or
+    config.json does not exist.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
-    folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS
-    if path.is_file():  # its keys tell which of the two files it is
-        document = read_json(path)
-        if not {"model_type", "architectures"} & document.keys() and TABLE["fields"].keys() & document.keys():
-            arguments = path.name
-        else:
-            config = path.name
-    if not (folder / config).exists():
+    config = path / CONFIG if path.is_dir() else path.with_name(CONFIG) if path.name == ARGUMENTS else path
+    if not config.exists():
         raise InputError(
             f"{path}: no {CONFIG} with the shape of a model is there; give the config.json of a model, or its folder"
         )
-    return folder / config, folder / arguments if (folder / arguments).exists() else None
+    arguments = config.with_name(ARGUMENTS)
+    return config, arguments if arguments.exists() else None
 
 
 def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks: int) -> None:

@@ -323,6 +323,8 @@ class _Script:
                     lexer.refuse("unexpected (")
                 self._blocks.append(")")
             elif token != ")" or self._blocks[-1:] != ["esac"]:  # otherwise the words are a pattern of a case
+                if rest and (flag := rest[0].literal).startswith("--") and self._blocks[-1:] != ["esac"]:
+                    lexer.refuse(f"{flag} begins a command; end the line before with a backslash")
                 self._execute(rest, certain)
                 if token == ")" and (not self._blocks or self._blocks.pop() != ")"):
                     lexer.refuse("unexpected )")
