@@ -41,7 +41,7 @@ PAGES: dict[str, tuple[str, set[str]]] = {
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
     "check of curves": ("FAILED: 1 of", {"normalised", "deviation"}),
     "comparison": ("runs/moved has the lowest validation loss, 2.8101", RUN),
-    "plan": ("The run fits in memory: ", {"memory", "layouts"}),
+    "plan": ("The run fits in memory: ", {"memory", "passes", "layouts"}),
 }  # fmt: skip
 
 
@@ -260,6 +260,9 @@ def test_a_study_shows_all_trials_on_request(browser: Browser, pages: dict[str, 
     assert browser.evaluate(numbers) == list(range(30))  # the first in the new order
     browser.evaluate("document.querySelector('.all-rows').click()")
     assert browser.evaluate(numbers) == list(range(64))
+    readout = "document.querySelector('.bands').closest('section').querySelector('.readout').textContent"
+    browser.evaluate("document.querySelector('.bands svg').dispatchEvent(new Event('click', {bubbles: true}))")
+    assert browser.evaluate(readout).startswith("every block, lr, layer by layer: ")
 
 
 def strings(part):

@@ -12,10 +12,11 @@ from studied import replace
 
 from leaven.documents import sealed
 from leaven.recipe.units import parse_quantity
+from leaven.scaling.table import parameter_table
 from leaven.tuning.point import values
 from leaven.tuning.space import space
 from leaven.tuning.study_document import StudyDocument
-from leaven.views import points, study_charts
+from leaven.views import points, recipe_view, study_charts
 from leaven.views.folders import read_study
 from leaven.views.page import folder_page
 from leaven.views.study_page import study_page, tune_command
@@ -64,6 +65,23 @@ def test_the_chart_of_the_search_shows_the_whole_interval_of_the_answer(study, h
     assert low < loss - half < loss + half < high
 
 
+def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
+    """The reference is the parameter table: values with multipliers divided by values without multipliers."""
+    best = study.best_recipe
+    plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
+    assert recipe_view.multiplier_kinds(best, study.space) == ["lr", "init_std", "residual"]
+    mine, without = parameter_table(best), parameter_table(plain)
+    compared = 0
+    for row, neutral in zip(mine.rows, without.rows, strict=True):
+        for kind in ("lr", "init_std"):
+            if recipe_view.acts(best, row.module, kind) and getattr(neutral, kind):
+                got = recipe_view.module_layers(best, row.module, kind)
+                factor = got[row.layer if len(got) > 1 else 0]
+                assert factor == pytest.approx(getattr(row, kind) / getattr(neutral, kind))
+                compared += 1
+    assert compared > 100
+
+
 def test_the_printed_change_of_a_beta_is_its_exponent(study, tmp_path):
     start = study.centre
     beta = space(start, "hyperparameters.beta2").dimensions[0]
@@ -107,6 +125,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     words = shlex.split(command)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert space(study.centre, options["--space"]).paths == searched.paths
+    assert len(options["--space"].split(",")) <= 22
     assert int(options["--trials"]) == len(study.trials) - 1  # one is running
     assert [parse_quantity(each) for each in options.get("--durations", "").split(",") if each] == [*durations]
 

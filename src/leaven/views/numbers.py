@@ -70,10 +70,12 @@ def published_range(plan: PlanDocument) -> list[str]:
     return [f"{low} to {high} a step, as published runs on {device} boards", *codes, instead]
 
 
-def span(low: float, high: float) -> str:
-    """Return a range of values such as ``0.002–0.004``, or one number if both ends have the same text."""
-    first, last = value(low), value(high)
-    return first if first == last else f"{first}–{last}"
+def span(low: float, high: float, spell: Callable[[float], str]) -> str:
+    """Return a range such as ``2–4×``, or one number if both ends have the same text."""
+    first, last = spell(low), spell(high)
+    if first == last:
+        return first
+    return f"{first.removesuffix('×')}–{last}"
 
 
 def known(spell: Callable[[float], str]) -> Callable[[float | None], str]:

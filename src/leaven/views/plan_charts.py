@@ -1,19 +1,27 @@
-"""Draw the charts of a plan: memory of each rank, and time and memory of layouts."""
+"""Draw the charts of a plan: memory of each rank, passes of a pipeline, time and memory of layouts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from leaven.documents.planning import CandidateRow
 from leaven.planning.arrangement import Arrangement
+from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.views import charts, numbers
-from leaven.views.charts import INK, MUTED, Figure
+from leaven.views.charts import INK, MUTED, PAPER, Figure
 
+RANKS = 12  # largest number of pipeline ranks that are drawn
 # Limits on the layouts that are drawn: their number, and their step time / the fastest step time. A layout is also
 # drawn if its step takes at most 1.3 times as long as that of the chosen layout.
 DOTS, SLOWEST = 1500, 4
 
-_PARTS = ("weights", "activations", "grads", "logits", "optimizer", "accumulation", "buffers", "gathered", "fixed")
-HUES = {part: charts.hue(n) for n, part in enumerate(_PARTS)}
+HUES = {
+    name: charts.hue(n)
+    for n, names in enumerate(
+        ("weights forward", "activations backward input", "grads weight", "logits", "optimizer", "accumulation",
+         "buffers", "gathered", "fixed")
+    )
+    for name in names.split()
+}  # fmt: skip
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
@@ -64,6 +72,71 @@ def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gi
         barmode="stack",
         bargap=0.18,
         margin={"l": 48, "r": 14, "t": 40, "b": 44},
+    )  # fmt: skip
+
+
+_PASS_NAMES: dict[Kind, str] = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "input": "backward pass, for the input",
+    "weight": "backward pass, for the weights",
+}
+
+
+def drawn_ranks(p: int) -> list[int]:
+    """Return the pipeline ranks to draw: all ``p`` ranks, or ``RANKS`` evenly spaced ranks."""
+    return list(range(p)) if p <= RANKS else [round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS)]
+
+
+def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
+    """Draw the forward and backward passes of pipeline ranks over the time of a step.
+
+    Later stages of a rank are paler. All times are multiplied by ``slower``, the factor of the calibration.
+    """
+    ranks = drawn_ranks(len(step.ranks))
+    unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
+    by_kind: dict[Kind, list[tuple[int, Pass]]] = {}
+    for row, rank in enumerate(ranks):
+        for each in step.ranks[rank]:
+            if each.end > each.start:
+                by_kind.setdefault(each.kind, []).append((row, each))
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": [row for row, _ in found],
+            "base": [charts.short(scale * each.start) for _, each in found],
+            "x": [charts.short(scale * (each.end - each.start)) for _, each in found],
+            "legendgroup": kind,
+            "marker": {
+                "color": HUES[kind],
+                "opacity": [
+                    1 - 0.55 * (each.stage // len(step.ranks)) / max(stages_per_rank - 1, 1) for _, each in found
+                ],
+            },
+            "hovertext": [
+                f"<b>micro-batch {each.micro_batch}, {_PASS_NAMES[kind]}</b><br>stage {each.stage} on rank "
+                f"{ranks[row]}<br>{each.start * scale:.4g} to {each.end * scale:.4g} {unit}"
+                for row, each in found
+            ],
+            "text": [str(each.micro_batch) for _, each in found],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "textfont": {"color": PAPER, "size": 10},
+        }
+        for kind, found in by_kind.items()
+    ]
+    return charts.figure(
+        f"{'milliseconds' if unit == 'ms' else 'seconds'} from the start of a step",
+        "rank of the pipeline",
+        traces,
+        x={"range": [0, 1.005 * scale * step.end]},
+        y={"tickvals": list(range(len(ranks))), "ticktext": [str(rank) for rank in ranks],
+           "range": [len(ranks) - 0.4, -0.6], "showgrid": False},
+        barmode="overlay",
+        bargap=0.12,
+        uniformtext={"mode": "hide", "minsize": 8},
     )  # fmt: skip
 
 

@@ -1,17 +1,22 @@
-"""Render the HTML page of ``leaven plan``: memory, time, possible layouts and cost of a run."""
+"""Render the HTML page of ``leaven plan``: memory, time, pipeline, possible layouts and cost of a run."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from leaven.documents.planning import PlanDocument
 from leaven.planning.accelerators import CONFIDENCE, Accelerator
-from leaven.planning.arrangement import Arrangement
+from leaven.planning.arrangement import Arrangement, bubble, scheduled
 from leaven.planning.explain import part_name
-from leaven.planning.layouts import USABLE
+from leaven.planning.layouts import USABLE, Job
 from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS, ClusterPlan
+from leaven.planning.schedule import timeline
 from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
 from leaven.views.render import render
+
+# The chart of a pipeline shows 2 pp micro-batches for the start and end of a step, and this many in between.
+STEADY = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ def plan_page(
     levels = (capacity, USABLE * capacity)
     how, cluster = Arrangement.read(document.layout), plan.job.cluster
     charts: dict[str, Figure | None] = {"memory": plan_charts.memory(stages, *levels)}
+    pipeline = _pipeline(how, plan.job, charts) if how.layout.pp > 1 else None
     chosen, fitting = plan.chosen.row(), [each.row() for each in plan.exploration.fitting]
     drawn = plan_charts.drawn_layouts(fitting, chosen)
     if fitting:
@@ -61,6 +67,7 @@ def plan_page(
         fullest=max(range(len(stages)), key=lambda rank: sum(stages[rank].values())),
         part_hues=plan_charts.part_hues(stages),
         times={part_name(part, how.layout.ep): s for part, s in document.time.items() if s},
+        pipeline=pipeline,
         drawn=len(drawn),
         tensor_hues=plan_charts.tensor_hues(drawn),
         choices=choices,
@@ -69,6 +76,27 @@ def plan_page(
         accuracy=ACCURACY if document.params == document.params_active else ACCURACY_OF_EXPERTS,
         sources=_sources(cluster.accelerator),
     )
+
+
+def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
+    """Add the chart ``passes`` to ``charts``, and return the template variables of the pipeline's section."""
+    layout = how.layout
+    m = scheduled(layout, how.grad_accumulation)
+    drawn = min(m, scheduled(layout, 2 * layout.pp + STEADY))
+    step, short = (
+        timeline(job.model, replace(how, grad_accumulation=count), job.cluster, job.code) for count in (m, drawn)
+    )
+    charts["passes"] = plan_charts.passes(short, job.slower, layout.stages_per_rank)
+    return {
+        "step": step,
+        "layout": layout,
+        "micro_batches": m,
+        "drawn": drawn,
+        "ranks": len(plan_charts.drawn_ranks(layout.pp)),
+        "bubble": bubble(m, layout.pp, layout.stages_per_rank),
+        "kinds": {each.kind for each in step.ranks[-1]},
+        "hues": plan_charts.HUES,
+    }
 
 
 def _sources(accelerator: Accelerator) -> str:

@@ -30,7 +30,7 @@ FILTERS = {
     "ratio": numbers.ratio,
     "seconds": numbers.seconds,
     "short_path": short_path,
-    "span": lambda ends: numbers.span(*ends),
+    "span": lambda ends: numbers.span(ends[0], ends[1], numbers.value),
     "two_digits": "{:.2f}".format,
     "value": numbers.value,
 }

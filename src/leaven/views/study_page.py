@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from leaven.recipe.recipe import Recipe, short_path
+from leaven.recipe.recipe import Recipe, short_path, split_path
 from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.study_document import UNDER_WAY, Coordinate
 from leaven.views import numbers, points, study_charts
 from leaven.views.charts import Figure
 from leaven.views.folders import StudyView
-from leaven.views.recipe_view import recipe_view
+from leaven.views.recipe_view import acts, multipliers_view, recipe_view
 from leaven.views.render import render
 
 FIRST = 14  # number of rows of the table of values that are visible at first
@@ -39,6 +39,7 @@ def study_page(study: StudyView) -> str:
         result=points.result(study) if study.best else [],
         others=[*points.counts(study, (*points.EARLY_ENDS, *UNDER_WAY)).values()],
         search=search,
+        multipliers=multipliers_view(best, study.space) if best else None,
         changes=changes(study),
         trials=trial_rows(study),
         shown=SHOWN,
@@ -155,10 +156,22 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method]
     if isinstance(study.centre, Recipe):
-        options += ["--space", ",".join(study.space)]
+        options += ["--space", _space(study, study.centre)]
         options += ["--command", study.command, "--loss", study.loss_pattern] if study.command else []
     if study.durations:
         options += ["--durations", ",".join(map(str, study.durations))]
     if study.noise_runs == GIVEN:
         options += ["--noise", repr(study.noise_floor)]
     return shlex.join(["leaven", "tune", recipe, *options])
+
+
+def _space(study: StudyView, recipe: Recipe) -> str:
+    """Return the argument of ``--space``. A value that is searched in all modules is written with ``*``."""
+    searched = set(study.space)
+    names = dict[str, None]()
+    for path in study.space:
+        *outer, quantity = split_path(path)
+        every = {f"hyperparameters.modules.{m}.{quantity}" for m in recipe.model.modules if acts(recipe, m, quantity)}
+        whole = len(outer) == 3 and every <= searched
+        names[f"hyperparameters.modules.*.{quantity}" if whole else path] = None
+    return ",".join(names)

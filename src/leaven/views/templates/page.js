@@ -40,6 +40,12 @@
       });
     }
   };
+  for (const event of ["pointerover", "click"]) {
+    addEventListener(event, ({ target }) => {
+      const text = target.closest?.("[data-readout]")?.dataset.readout;
+      if (text) target.closest("section").querySelector(".readout").textContent = text;
+    });
+  }
 
   // --- charts
   const fail = message => {
