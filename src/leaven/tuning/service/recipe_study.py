@@ -26,7 +26,6 @@ from leaven.tuning.service.search_loop import Objectives, Proposal, TrialRelease
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.service.study_folder import CHECKPOINTS, attempts
-from leaven.tuning.service.study_settings import TENSORS
 from leaven.tuning.space import Space
 
 CHECKPOINT_SECONDS = 60.0  # between checkpoints of a trial
@@ -272,7 +271,7 @@ class Study(BaseStudy):
         shared: dict[str, Any] = {"text": tokens.fingerprint, "durations": list(durations)}
         if recipe.start.folder is not None:
             shared["weights"] = weights_fingerprint(recipe.start.folder)
-            shared[TENSORS] = tensors_fingerprint(recipe.start.folder)
+            shared["tensors"] = tensors_fingerprint(recipe.start.folder)
         super().__init__(
             out,
             space,

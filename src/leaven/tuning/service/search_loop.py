@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, cast
 
-from optuna.trial import TrialState
-
 from leaven.errors import InputError
 from leaven.training.outcome import Baseline, Outcome, curve_of
 from leaven.tuning.service.leases import LEASE_SECONDS, Leases
@@ -175,7 +173,7 @@ class SearchLoop:
         """Close the attempts of dead commands, then read all trials. Return how many trials were started."""
         log = self.stored.read()
         attempts = log.attempts.items()
-        running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
+        running = {number: a.user_attrs.get(OWNER) for number, a in attempts if not a.state.is_finished()}
         if self._close_attempts_of_dead(running):
             self.stored.read()
         # Times of a trial are by the clock of its owner, which may differ from this machine's.
