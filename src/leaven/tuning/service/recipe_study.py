@@ -18,6 +18,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.device import default_device
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
+from leaven.training.run_folder import RunFolder
 from leaven.training.stack import MOST, most_trials, refusal, train_stack
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, fingerprint_of, train_trial
 from leaven.tuning.earlier_study import earlier_trials
@@ -286,7 +287,7 @@ class Study(BaseStudy):
 
     def _claim_folder(self) -> None:
         super()._claim_folder()
-        self._folder.claim_checkpoints()
+        RunFolder(self.out).claim_checkpoints()
 
     def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
         return TrialTrainer(
