@@ -275,7 +275,7 @@ class BaseStudy(ABC):
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
             self._trainer(devices or [None] * workers) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._may_begin) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._ready) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
@@ -289,7 +289,7 @@ class BaseStudy(ABC):
         if over:
             self._stored.study.set_user_attr(ANSWERED, True)
         try:
-            self._remove_checkpoints()
+            self._folder.remove_checkpoints(self._stored.trials)
             state = self.save()
         except InputError as error:
             raise StoreGone(
@@ -298,20 +298,17 @@ class BaseStudy(ABC):
         self._screen.ended(state)
         return state
 
-    def check_budget(self, trials: int | None, hours: float | None) -> None:
-        """Raise InputError if the budget is missing or invalid, or if ``trials`` is too small for method ``grid``."""
-        known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
-
-    def _may_begin(self) -> bool:
-        self._folder.require_own(self._stored.random_id)
-        return self._ready()
-
-    def _remove_checkpoints(self) -> None:
-        self._folder.require_own(self._stored.random_id)
-        self._folder.remove_checkpoints(self._stored.trials)
+    def check_budget(self, trials: int | None, flops: float | None, hours: float | None) -> None:
+        """Raise InputError if the budget is missing, invalid, or too small for one trial or the coarsest grid."""
+        known_trials(self.space.axes, self.method, Budget(trials, flops, hours, self._run_flops), self._noise)
+        if flops is not None and self._run_flops is not None and flops < self._run_flops:
+            raise InputError(
+                f"--flops {flops:g} is too small, because one trial takes {self._run_flops:.3g} FLOPs; give "
+                f"{1.01 * self._run_flops:.3g} or more"
+            )
 
     def _save_meanwhile(self) -> None:
-        self._remove_checkpoints()
+        self._folder.remove_checkpoints(self._stored.trials)
         began = time.monotonic()
         if began < self._next_save:
             return
@@ -362,6 +359,7 @@ class BaseStudy(ABC):
             return self._write()
 
     def _write(self) -> StudyDocument:
+        self._folder.require_same_study(self._folder.saved_results()[0], self._stored.random_id)
         try:
             state = self.state()
             return write_results(self.out, self.space, state, self._note_once, self._inputs(state))

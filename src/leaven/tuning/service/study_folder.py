@@ -37,7 +37,6 @@ from leaven.tuning.study_document import UNDER_WAY, StudyDocument, signed
 CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
 _TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in an attempt's folder (training)
-_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
 LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
 
 
@@ -131,12 +130,6 @@ class StudyFolder:
                 f"{len(lost)} of them, the first is trial {min(lost)}; restore the store, or type "
                 f"{shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
             )
-
-    def require_own(self, stored_id: str) -> None:
-        """Raise InputError if the folder now belongs to a study other than ``stored_id``."""
-        with suppress(OSError):
-            if found := _ID.search(read(self.path / "study.json")):
-                self.require_same_study(found[1].decode(), stored_id)
 
     def require_same_study(self, saved_id: str, stored_id: str) -> None:
         """Raise InputError unless the id in study.json is empty or equals the id in the store."""
