@@ -164,7 +164,11 @@ class SearchLoop:
         log = self.stored.read()
         attempts = log.attempts.items()
         running = {number: a.user_attrs.get(OWNER) for number, a in attempts if not a.state.is_finished()}
-        if self._close_attempts_of_dead(running):
+        dead = self._leases.dead({owner for owner in running.values() if owner is not None})
+        for number, owner in running.items():
+            if owner in dead:
+                self.stored.close(number, ended=self._leases.clocks[str(owner)])
+        if dead:
             self.stored.read()
         # Times of a trial are by the clock of its owner, which may differ from this machine's.
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
@@ -175,17 +179,6 @@ class SearchLoop:
             for trial in log.trials.values()
         ]
         return log.started
-
-    def _close_attempts_of_dead(self, running: Mapping[int, str | None]) -> bool:
-        """Mark the running attempts of dead commands as failed. Return whether there were any.
-
-        ``running``: the id of the command of each running attempt, by the attempt's number; None if unknown.
-        """
-        dead = self._leases.dead({owner for owner in running.values() if owner is not None})
-        taken = {number: owner for number, owner in running.items() if owner in dead}
-        for number, owner in taken.items():
-            self.stored.close(number, ended=self._leases.clocks[str(owner)])
-        return bool(taken)
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request, queue it for a worker, and return its proposal. Return None if another

@@ -37,8 +37,7 @@ BUSY_SECONDS = 1.0
 LOCK_SECONDS = 3.0
 SECOND_LOOK = 1.0  # seconds until a damaged line of a journal is read again
 GRACE_SECONDS = 3  # an older lock of Optuna counts as left by a killed process
-# The first bytes of a journal, whose first record creates a study (op code 0), and of a database.
-RECORD, SQLITE = b'{"op_code":0,', b"SQLite format 3"
+RECORD = b'{"op_code":0,'  # the first bytes of a journal, whose first record creates a study
 _SCHEMA = re.compile("no such (table|column)|malformed|could not decode", re.IGNORECASE)  # in errors of SQLite
 # Operations of a journal on a running trial: create it; set a value, an intermediate loss, an attribute.
 RUNNING = {4, 5, 7, 8}
@@ -120,15 +119,12 @@ def _url(where: str) -> "URL":
     except (ArgumentError, ValueError):
         raise InputError(f"{scheme}://: not a valid URL; give postgresql://USER@HOST:PORT/DATABASE") from None
     if scheme == "sqlite":
-        file = Path(url.database or "")
         if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
             raise InputError(
                 f"{where}: the URL does not name a database file; give sqlite:///FILE, or sqlite:////FILE for an "
                 "absolute path"
             )
-        if file.is_dir() or not file.parent.is_dir():
-            fault = "a folder; give a file" if file.is_dir() else f"there is no folder {file.parent}; create it"
-            raise InputError(f"{where}: {fault}")
+        _require_place(Path(url.database))
         return url
     if scheme in {"postgresql", "postgresql+psycopg"}:
         # Options in the URL override those of POSTGRESQL.
@@ -136,6 +132,14 @@ def _url(where: str) -> "URL":
     raise InputError(
         f"{scheme}://: not a supported store; give the path of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
     )
+
+
+def _require_place(file: Path) -> None:
+    """Raise InputError if ``file`` is a folder, or if its folder does not exist."""
+    if file.is_dir():
+        raise InputError(f"{file}: a folder; give a file in it, such as {file / 'study.log'}")
+    if not file.parent.is_dir():
+        raise InputError(f"{file}: there is no folder {file.parent}; create it")
 
 
 def _name(url: "URL") -> str:
@@ -235,17 +239,12 @@ def _reason(error: Exception) -> str:
 def open_journal(path: Path) -> JournalStorage:
     """Return Optuna's JournalStorage in the file ``path``, which is created if it does not exist. Raise InputError if
     the file cannot be created or read, is not a journal, or has a damaged line."""
-    if path.is_dir():
-        raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no folder {path.parent}; create it")
+    _require_place(path)
     try:
         storage.require_plain_file(path)
         if path.exists():
             with storage.open_file(path) as file:
                 first = file.readline()
-            if first.startswith(SQLITE):
-                raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
             if first[: len(RECORD)] != RECORD[: len(first)]:
                 raise _not_a_journal(path)
             if storage.read_json_lines(path).damaged:
@@ -269,7 +268,7 @@ def open_journal(path: Path) -> JournalStorage:
 def _not_a_journal(path: Path) -> InputError:
     return InputError(
         f"{path}: not a journal of Optuna, or a line is missing or was changed; restore the file from a backup, or "
-        "give another one"
+        "give another one, or sqlite:///FILE for a database"
     )
 
 

@@ -83,8 +83,8 @@ def join_study(
     there = _settings(study, what)
     try:
         stored, expected, earlier = _knowledge(there)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise InputError(f"{what} has damaged settings; {RESTORE}") from None
+    except ValueError:  # the recipe of another version
+        raise InputError(f"{what} has a recipe that this version cannot read; {RESTORE}") from None
     if recipe is not None and stored is not None and (changes := differences(stored, recipe)):
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
