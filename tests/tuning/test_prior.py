@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ from leaven.tuning.algorithm.surrogate import (
 )
 from leaven.tuning.earlier_study import earlier_trials, unlike_earlier
 from leaven.tuning.point import BATCH, recipe_at
-from leaven.tuning.service.recipe_study import Study, check_request
+from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.space import space
 from leaven.tuning.study_document import StudyDocument, StudyTrial
 
@@ -226,26 +226,20 @@ def test_another_vocabulary_than_the_earlier_study_had_is_a_warning(folder: Path
     assert warning.startswith(f"--from-study {folder}: the values are from a model with a vocabulary of 320")
 
 
-def test_a_request_is_checked_in_the_space_that_the_study_searches(folder: Path, tiny: Recipe) -> None:
-    """With several durations the batch is not searched."""
-    given: dict[str, Any] = {"flops": None, "hours": None, "noise": None, "trials": 8}
-    searched = space(tiny.replace({"schedule.decay": "wsd"}), f"{LR},{BATCH}")
-    grid = {"durations": (1024, 2048), "from_study": None}
-    check_request(tiny, searched, "grid", **given | {"trials": 4, **grid})  # 2 points of lr, not 4 of lr and batch
+def test_a_budget_is_checked_in_the_space_that_the_study_searches(tiny: Recipe, tmp_path: Path) -> None:
+    """With several durations the batch is not searched, and a trial also trains the cooldown of the shorter run."""
+    recipe = tiny.replace({"schedule.decay": "wsd", "schedule.decay_ratio": 0.2, "schedule.warmup_tokens": 128})
+    tokens, searched = prepare(recipe.data, recipe.model.vocab_size), space(recipe, f"{LR},{BATCH}")
+    of = partial(Study, tmp_path / "new", recipe, searched)
+    of("grid", tokens, durations=(1024, 2048)).check_budget(4, None, None)  # 2 points of lr, not 4 of lr and batch
     with pytest.raises(InputError, match="at least 2\\^2 points"):
-        check_request(tiny, searched, "grid", **given | {"trials": 4, "durations": (), "from_study": None})
-    with pytest.raises(InputError, match="method treust-region: unknown; did you mean trust-region"):
-        check_request(tiny, searched, "treust-region", durations=(), from_study=folder, **given)
-
-
-def test_a_budget_in_flops_is_for_the_cooldowns_of_a_trial_as_well(tiny: Recipe) -> None:
-    """A trial of 4,096 and 8,192 tokens trains the last fifth of the shorter run twice."""
-    recipe = tiny.replace({"schedule.decay": "wsd", "schedule.decay_ratio": 0.2})
+        of("grid", tokens).check_budget(4, None, None)
     trunk = flops_per_token(recipe.model) * 8192
-    given: dict[str, Any] = {"trials": None, "hours": None, "noise": None, "from_study": None}
-    check_request(recipe, space(recipe, LR), "random", durations=(8192, 4096), flops=1.11 * trunk, **given)
+    study = of("random", tokens, durations=(8192, 4096))
+    study.check_budget(None, 1.11 * trunk, None)
     with pytest.raises(InputError, match=r"--flops \S+ is too small, because one trial takes"):
-        check_request(recipe, space(recipe, LR), "random", durations=(8192, 4096), flops=1.09 * trunk, **given)
+        study.check_budget(None, 1.09 * trunk, None)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.usefixtures("in_this_process")

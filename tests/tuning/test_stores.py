@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ from optuna_dashboard import wsgi
 from tests.errors import refused
 
 from leaven.errors import InputError
+from leaven.training.outcome import Outcome
+from leaven.tuning import search
 from leaven.tuning.service import stores
-from leaven.tuning.service.stores import TICKET, StoreGone, open_store
+from leaven.tuning.service.search_loop import Proposal
+from leaven.tuning.service.stores import StoreGone, open_store
 
 FILES = {"journal": "study.log", "sqlite": "sqlite:///study.db"}
 METHODS = [name for name in vars(BaseStorage) if not name.startswith("_")]
@@ -47,12 +51,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "SECOND_LOOK", 0.0)
 
 
-def a_bit_of_everything(store: BaseStorage, queued: bool = True) -> list[Any]:
+def a_bit_of_everything(store: BaseStorage) -> list[Any]:
     """A study with all that a trial can have, as read back from its store."""
     study = optuna.create_study(storage=store, study_name="s", sampler=optuna.samplers.RandomSampler(seed=0))
     study.set_user_attr("space", {"lr": [-3, 3]})
-    if queued:
-        study.enqueue_trial({"x": 0.25}, user_attrs={"purpose": "noise"})
+    study.enqueue_trial({"x": 0.25}, user_attrs={"purpose": "noise"})
 
     def objective(trial: optuna.Trial) -> float:
         x = trial.suggest_float("x", -3, 3) + trial.suggest_categorical("c", (0, 1))
@@ -88,8 +91,8 @@ def a_bit_of_everything(store: BaseStorage, queued: bool = True) -> list[Any]:
 
 
 def plain(trial: FrozenTrial) -> tuple[Any, ...]:
-    kept = {key: value for key, value in trial.system_attrs.items() if key != TICKET}
-    return (trial.number, trial.state, trial.values, trial.params, trial.user_attrs, trial.intermediate_values, kept)
+    about = trial.params, trial.user_attrs, trial.system_attrs
+    return (trial.number, trial.state, trial.values, trial.intermediate_values, *about)
 
 
 def test_a_store_returns_the_same_as_optunas_own(where: str) -> None:
@@ -126,24 +129,22 @@ def test_a_connection_that_breaks_in_every_call_loses_and_repeats_nothing(before
             except optuna.exceptions.DuplicatedStudyError:
                 return self.get_study_id_from_name(str(study_name))
 
+    def objective(x: Proposal) -> Outcome:
+        calls.append((dict(x), x.seed))
+        return Outcome(x["a"] ** 2, curve=((1, 2.0), (2, 1.0)), stopped=len(calls) == 5)
+
+    calls: list[tuple[dict[str, float], int]] = []
     seen: list[float] = []
-    store = open_store(breaking(Existing(), before), waited=seen.append)
-    # A trial taken off Optuna's queue may be lost; leaven does not use the queue.
-    assert a_bit_of_everything(store, queued=before) == a_bit_of_everything(InMemoryStorage(), queued=before)
+    store = breaking(Existing(), before)
+    found = [
+        search(objective, {"a": (-3.0, 2.0)}, trials=24, method="random", storage=storage)
+        for storage in (None, open_store(store, waited=seen.append))
+    ]
     assert len(seen) > 70
-
-
-def test_a_trial_that_another_process_ended_is_not_taken_for_a_retry() -> None:
-    inner = InMemoryStorage()
-    trial = inner.create_new_trial(inner.create_new_study([StudyDirection.MINIMIZE]))
-
-    def other(seconds: float) -> None:
-        if inner.get_trial(trial).state is TrialState.RUNNING:
-            inner.set_trial_state_values(trial, TrialState.FAIL)
-
-    store = open_store(breaking(inner, before=True), waited=other)
-    with pytest.raises(UpdateFinishedTrialError):
-        store.set_trial_state_values(trial, TrialState.COMPLETE, [1.0])
+    assert calls[:24] == calls[24:]
+    assert len({(*x.items(), seed) for x, seed in calls[24:]}) == 24
+    for whole, broken in zip(found[0].trials, found[1].trials, strict=True):
+        assert replace(broken, number=whole.number) == whole
 
 
 def test_many_commands_create_a_store_at_once(where: str) -> None:
@@ -308,16 +309,6 @@ def test_a_full_disk_is_waited_for_and_leaves_no_torn_line(tmp_path: Path) -> No
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_a_full_disk_gets_no_empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(InputError, match=r"study.db cannot be created: its disk is full; make room"):
-        open_store(f"sqlite:///{tmp_path / 'study.db'}")
-    assert not any(tmp_path.iterdir())
-
-
 def test_the_next_write_cuts_off_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "study.log"
     first, study = begun(str(path))
@@ -347,14 +338,12 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     assert len(store.get_all_trials(study)) == 1
 
 
-@pytest.mark.filterwarnings("ignore:The value of `grace_period` might be too small")
-def test_a_lock_that_leads_nowhere_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "GRACE_SECONDS", 0.1)
+def test_a_lock_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     path = tmp_path / "study.log"
-    store, study = begun(str(path))
+    store, study = begun(str(path), patience_seconds=0.1)
     (tmp_path / "study.log.lock").symlink_to("nowhere")
-    store.create_new_trial(study)
-    assert len(store.get_all_trials(study)) == 1
+    with pytest.raises(StoreGone, match="study.log.lock is left of a program; remove it"):
+        store.create_new_trial(study)
 
 
 @pytest.mark.parametrize("lasts", [True, False])
@@ -407,27 +396,29 @@ def test_a_locked_database_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(seen) == 3
 
 
-def test_a_trial_whose_creation_was_done_but_not_confirmed_is_found_again(
+def test_a_trial_whose_creation_was_done_but_not_confirmed_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Optuna retries by itself, so the database must store the ticket with the trial."""
-    store, study = begun(f"sqlite:///{tmp_path / 'study.db'}")
+    """Optuna repeats a creation by itself."""
+    store, calls, lost = open_store(f"sqlite:///{tmp_path / 'study.db'}"), list[Proposal](), list[object]()
     dialect = store._store._backend.engine.dialect  # type: ignore[attr-defined]
-    commit, lost = dialect.do_commit, list[object]()
+    commit = dialect.do_commit
 
     def unconfirmed(connection: Any) -> None:
         commit(connection)
-        if len(lost) < 2:
+        if calls and len(lost) < 3:
             lost.append(connection)
             raise sqlite3.OperationalError("disk I/O error")
 
+    def objective(x: Proposal) -> float:
+        calls.append(x)
+        return 1.0
+
     monkeypatch.setattr(dialect, "do_commit", unconfirmed)
     monkeypatch.setattr("optuna.storages._rdb.storage.random.random", lambda: 0.0)  # the seconds until it retries
-    trial = store.create_new_trial(study)
-    assert [other._trial_id for other in store.get_all_trials(study)] == [trial]
-    lost.clear()
-    assert store.set_trial_state_values(trial, TrialState.COMPLETE, [1.0])
-    assert len(lost) == 2
+    found = search(objective, {"a": (-3.0, 3.0)}, trials=5, method="random", storage=store)
+    assert len(found.trials) == len(calls) == 5
+    assert len(lost) == 3
 
 
 def is_damaged(path: Path) -> None:
@@ -447,10 +438,10 @@ def has_a_damaged_trial(path: Path) -> None:
         (lambda path: path.write_text("notes"), "{}", "not a journal of Optuna"),
         (lambda path: path.write_text('{"op_code":0}\n'), "{}", "not a journal of Optuna"),
         (has_a_damaged_trial, "{}", "not a journal of Optuna, or a line is missing or was changed; restore"),
-        (lambda path: execute(path, "CREATE TABLE t (x)"), "{}", "an SQLite database; give sqlite:////"),
+        (lambda path: execute(path, "CREATE TABLE t (x)"), "{}", "not a journal of Optuna.*; .* or sqlite:///FILE"),
         (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
         (os.mkfifo, "{}", "this is a pipe or a device; move it away"),
-        (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
+        (Path.mkdir, "{}", "a folder; give a file in it, such as .*study.log"),
         (None, "sqlite:///{}/study.db", "there is no folder"),
         (None, "sqlite:///file:some.db?uri=true", "give sqlite:///FILE"),
         (lambda path: path.write_text("notes"), "sqlite:///{}", "cannot be opened: file is not a database"),
@@ -512,13 +503,10 @@ def test_a_trial_that_was_removed_in_part_is_one_line(tmp_path: Path) -> None:
     template = create_trial(state=TrialState.RUNNING, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
     trial = store.create_new_trial(study, template)
     execute(where, "DELETE FROM trials")
-    calls: list[Callable[[], object]] = [
-        lambda: store.set_trial_user_attr(trial, "a", 1),
-        lambda: open_store(f"sqlite:///{where}").create_new_trial(study, template),
-    ]
-    for call in calls:
-        with refused("study.db is damaged", "; restore it from a backup"):
-            call()
+    with refused("study.db is damaged", "; restore it from a backup"):
+        store.set_trial_user_attr(trial, "a", 1)
+    with refused("study.db cannot be used: UNIQUE constraint failed"):
+        open_store(f"sqlite:///{where}").create_new_trial(study, template)
 
 
 def test_optunas_dashboard_opens_a_study_unchanged(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ special cases:
 If both studies run a command, values of the same name are compared.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
@@ -33,7 +31,7 @@ from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.command import CommandFile, CommandSpace, is_command_file
 from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, Value, distance, levels, recipe_at, value_at
 from leaven.tuning.space import SearchSpace, Space
-from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
+from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial, read_document
 
 PointOf = Callable[[StudyTrial, Sequence[Dimension]], list[float]]
 
@@ -138,13 +136,13 @@ def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[D
 
 def _read(folder: Path, what: str) -> StudyDocument:
     try:
-        return StudyDocument.model_validate(json.loads(storage.read(folder / "study.json")))
+        return read_document(folder)
     except OSError:
         raise InputError(
             f"{what}: no study.json in this folder; give the folder of a study; to resume a study that began with "
             "--from-study, leave this option out"
         ) from None
-    except (ValueError, RecursionError):  # a ValidationError is a ValueError
+    except ValueError:
         raise InputError(
             f"{what}: its study.json is damaged; run the leaven tune command of that study again to rewrite it"
         ) from None

@@ -7,6 +7,7 @@ each searched value to a distance from the start value, in the unit of the :clas
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -319,12 +320,16 @@ def edited(answer: Path) -> bool:
     return written is not None and storage.digest(storage.read(answer)) != written
 
 
+def read_document(folder: Path) -> StudyDocument:
+    """Return the document of the study in a folder. Raise OSError or ValueError if it cannot be read."""
+    return StudyDocument.model_validate_json(storage.read(folder / "study.json"))
+
+
 def _study_of(answer: Path) -> StudyDocument | None:
     """Return the study next to the file ``answer``, or None if unreadable."""
-    try:
-        return StudyDocument.model_validate_json(storage.read(answer.parent / "study.json"))
-    except (OSError, ValueError):
-        return None
+    with suppress(OSError, ValueError):
+        return read_document(answer.parent)
+    return None
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:

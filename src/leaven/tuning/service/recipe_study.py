@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.device import default_device
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
+from leaven.training.run_folder import RunFolder
 from leaven.training.stack import MOST, most_trials, refusal, train_stack
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, fingerprint_of, train_trial
-from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
+from leaven.tuning.service.search_plan import LEAST_ROUNDS
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.service.study_folder import CHECKPOINTS, attempts
-from leaven.tuning.service.study_settings import TENSORS
 from leaven.tuning.space import Space
 
 CHECKPOINT_SECONDS = 60.0  # between checkpoints of a trial
@@ -34,37 +33,6 @@ STOP_POLL = 0.25  # seconds between checks of whether to stop
 # A stack is several trials trained as one batched model. Up to so many FLOPs a step of a trial, it was measured to be
 # faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md).
 STACKED_FLOPS = 2.8e10
-
-
-def check_request(
-    recipe: Recipe,
-    space: Space,
-    method: str,
-    *,
-    durations: Sequence[int],
-    trials: int | None,
-    flops: float | None,
-    hours: float | None,
-    noise: float | None,
-    from_study: Path | None,
-) -> None:
-    """Check the arguments of :class:`Study` and :meth:`Study.run` that do not depend on the tokenized text.
-
-    Raises:
-        InputError: if the method is unknown, or cannot use the space's prior knowledge; if the name of the recipe is
-            invalid; if the study ``from_study`` cannot be used; or if the budget is missing, or is too small for one
-            trial or the coarsest grid.
-    """
-    space = _narrowed(space, method, durations)
-    one = _flops_of_trial(recipe, durations)
-    known_trials(space.axes, method, Budget(trials, flops, hours, one), noise)
-    if flops is not None and flops < one:
-        raise InputError(
-            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give {1.01 * one:.3g} or more"
-        )
-    if from_study is not None:
-        space = replace(space, earlier=earlier_trials(from_study, space)[0])
-    check_search(method, space.axes, recipe.name)
 
 
 def _flops_of_trial(recipe: Recipe, durations: Sequence[int]) -> float:
@@ -272,7 +240,7 @@ class Study(BaseStudy):
         shared: dict[str, Any] = {"text": tokens.fingerprint, "durations": list(durations)}
         if recipe.start.folder is not None:
             shared["weights"] = weights_fingerprint(recipe.start.folder)
-            shared[TENSORS] = tensors_fingerprint(recipe.start.folder)
+            shared["tensors"] = tensors_fingerprint(recipe.start.folder)
         super().__init__(
             out,
             space,
@@ -287,7 +255,7 @@ class Study(BaseStudy):
 
     def _claim_folder(self) -> None:
         super()._claim_folder()
-        self._folder.claim_checkpoints()
+        RunFolder(self.out).claim_checkpoints()
 
     def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
         return TrialTrainer(

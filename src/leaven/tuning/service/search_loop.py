@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, cast
 
-from optuna.trial import TrialState
-
 from leaven.errors import InputError
 from leaven.training.outcome import Baseline, Outcome, curve_of
 from leaven.tuning.service.leases import LEASE_SECONDS, Leases
@@ -29,16 +27,6 @@ from leaven.tuning.service.stored_study import OWNER, RETRY_OF, StoredStudy, Sto
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
-# The functions that convert the fields of an Outcome to Python's own types.
-KINDS: dict[str, Callable[[Any], Any]] = {
-    "loss": float,
-    "tokens": int,
-    "flops": float,
-    "seconds": float,
-    "curve": curve_of,
-    "branches": curve_of,
-    "stopped": bool,
-}
 STORE_POLL = 0.5  # seconds between reads of the store while trials run
 # A command ends if so many of its trials, or of one of its workers, fail in a row. Its machine is then probably
 # broken: a disk or a GPU is away. Values may be the cause, too: if a fifth of all points fail, most searches of 64
@@ -175,8 +163,12 @@ class SearchLoop:
         """Close the attempts of dead commands, then read all trials. Return how many trials were started."""
         log = self.stored.read()
         attempts = log.attempts.items()
-        running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
-        if self._close_attempts_of_dead(running):
+        running = {number: a.user_attrs.get(OWNER) for number, a in attempts if not a.state.is_finished()}
+        dead = self._leases.dead({owner for owner in running.values() if owner is not None})
+        for number, owner in running.items():
+            if owner in dead:
+                self.stored.close(number, ended=self._leases.clocks[str(owner)])
+        if dead:
             self.stored.read()
         # Times of a trial are by the clock of its owner, which may differ from this machine's.
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
@@ -187,17 +179,6 @@ class SearchLoop:
             for trial in log.trials.values()
         ]
         return log.started
-
-    def _close_attempts_of_dead(self, running: Mapping[int, str | None]) -> bool:
-        """Mark the running attempts of dead commands as failed. Return whether there were any.
-
-        ``running``: the id of the command of each running attempt, by the attempt's number; None if unknown.
-        """
-        dead = self._leases.dead({owner for owner in running.values() if owner is not None})
-        taken = {number: owner for number, owner in running.items() if owner in dead}
-        for number, owner in taken.items():
-            self.stored.close(number, ended=self._leases.clocks[str(owner)])
-        return bool(taken)
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request, queue it for a worker, and return its proposal. Return None if another
@@ -280,24 +261,22 @@ def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
 
 
 def _outcome(result: object) -> Outcome:
-    """Convert an objective's result to an Outcome. A loss that is nan or beyond +-1e50 becomes infinite."""
-    outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
-    about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}
-    return replace(outcome, **about | {"loss": about["loss"] if abs(about["loss"]) <= HUGE else math.inf})
-
-
-def _converted(outcome: Outcome, name: str, kind: Callable[[Any], Any]) -> Any:
-    value = getattr(outcome, name)
-    if value is None and name != "loss":
-        value = getattr(Outcome(0.0), name)
+    """Return an objective's result as an Outcome of Python's own numbers. A loss that is nan or beyond +-1e50 becomes
+    infinite."""
+    given = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        return kind(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        if name == "loss" and isinstance(error, OverflowError):  # an int that is too large for a float
-            return math.inf
-        of = "" if name == "loss" else f" as {name} of an Outcome"
+        loss = float(given.loss) if not isinstance(given.loss, int) or abs(given.loss) <= HUGE else math.inf
+        return replace(
+            given,
+            loss=loss if abs(loss) <= HUGE else math.inf,
+            tokens=int(given.tokens),
+            flops=float(given.flops),
+            seconds=float(given.seconds),
+            curve=curve_of(given.curve),
+            branches=curve_of(given.branches),
+            stopped=bool(given.stopped),
+        )
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InputError(
-            f"the objective returned {value!r:.60}{of}; return a loss (a number) or an Outcome of numbers"
+            f"the objective returned {result!r:.60}; return a loss (a number) or an Outcome of numbers"
         ) from None

@@ -217,10 +217,9 @@ class SearchPlan:
     budget: Budget
     noise: float | None  # nats, the standard deviation between trials of one point, if known before the search
     stop_at_noise: bool  # whether to stop when several rounds gained less than the noise
-    # The last trust region and the last noise, each with the number of results from which it was computed. Results
-    # never change or disappear, so an equal number means the same results.
+    # The last trust region, with the number of results from which it was computed. Results never change or disappear,
+    # so an equal number means the same results.
     _known: tuple[int, Region] | None = field(default=None, init=False)
-    _known_noise: tuple[int, tuple[float | None, int]] | None = field(default=None, init=False)
 
     @property
     def by_surrogate(self) -> bool:
@@ -362,11 +361,8 @@ class SearchPlan:
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
     def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
-        """Return (the noise or None, its degrees of freedom), cached until another trial has a result."""
-        count = _ended(trials)
-        if self._known_noise is None or self._known_noise[0] != count:
-            self._known_noise = count, noise_between_seeds(trials, list(self.axes.start), self.noise)
-        return self._known_noise[1]
+        """Return (the noise or None, its degrees of freedom)."""
+        return noise_between_seeds(trials, list(self.axes.start), self.noise)
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
         """Return the log2 multipliers, by name, of the first trial with a result at ``point`` (octaves).
@@ -409,7 +405,7 @@ class SearchPlan:
 
         This happens if rounds gained less than the noise. Do not call this for a search that was stopped.
         """
-        # A plan without caches, because these are other results.
+        # A plan without a cache, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))
 

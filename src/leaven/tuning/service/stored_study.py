@@ -7,7 +7,8 @@ trial, plus one for each retry. In this file, an Optuna trial is called an attem
 - Each attempt has two user attributes from the beginning: ``owner`` is the id of its command, and
   ``job`` is a name for the work, such as ``search:12``. There is no queue: the next job follows from the
   existing attempts, so a crash cannot lose a job. If two commands create an attempt for the same job,
-  the attempt with the lower number runs. The other attempt is marked as failed.
+  the attempt with the lower number runs. The other attempt is marked as failed. So is the second attempt of a
+  command that repeats the creation because its connection broke.
 - If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial,
   once. If the retry dies too, the trial has failed. Ctrl-C releases the running attempts of a command.
   Their trials are retried, too, but a released attempt does not count as one that died.
@@ -40,7 +41,6 @@ from leaven import storage
 from leaven.errors import InputError
 from leaven.training.outcome import Curve, Outcome, curve_of
 from leaven.tuning.algorithm.trust_region import RESULTS, Axes
-from leaven.tuning.service.stores import TICKET
 from leaven.tuning.study_document import PRUNED, StudyTrial
 
 ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
@@ -54,7 +54,6 @@ GIVEN_BACK = "given_back"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
 LAST_BEAT = "last_beat"  # when an attempt without a result ended: the last heartbeat of a dead owner, Unix time
-CHECKED = "checked"  # set if the version of leaven that began the attempt writes a digest at its end
 DIGEST = "digest"  # of an attempt with a result (a user attribute), or of the settings (in ABOUT)
 WITH_RESULT = (TrialState.COMPLETE, TrialState.PRUNED)
 RESTORE = "restore the store from a backup, or use another study"
@@ -139,22 +138,11 @@ class StoredStudy:
 
     def read(self) -> "TrialLog":
         """Return all attempts and trials. Raise InputError if another program has changed or removed an attempt."""
-        log, suspects = self._log, set[int]()
-        while True:
-            attempts = self.study.get_trials(deepcopy=False)  # in the order of their numbers
-            # Optuna returns another object for an attempt that has changed.
-            new = {at: attempt for at, attempt in enumerate(attempts) if log.attempts.get(at) is not attempt}
-            if lost := [at for at in new if new[at].number != at] or range(len(attempts), len(log.attempts)):
-                raise InputError(f"{self.what} has lost trial {lost[0]}; {RESTORE}")
-            changes = {at: change for at in new if (change := _change_of(new[at]))}
-            if not changes:
-                break
-            # PostgreSQL reads states before losses, so an attempt that ends in between seems to run and to have a
-            # loss. Only an attempt that two reads show like this was changed.
-            if again := suspects & changes.keys():
-                at = min(again)
-                raise InputError(f"trial {at} of {self.what} was changed in its store: {changes[at]}; {RESTORE}")
-            suspects |= changes.keys()
+        log, attempts = self._log, self.study.get_trials(deepcopy=False)  # in the order of their numbers
+        # Optuna returns another object for an attempt that has changed.
+        new = {at: attempt for at, attempt in enumerate(attempts) if log.attempts.get(at) is not attempt}
+        if lost := [at for at in new if new[at].number != at] or range(len(attempts), len(log.attempts)):
+            raise InputError(f"{self.what} has lost trial {lost[0]}; {RESTORE}")
         for number, attempt in new.items():
             if _replaces(attempt, log.attempts.get(number, attempt)):
                 raise InputError(f"{self.what} has lost trial {number}; {RESTORE}")
@@ -163,9 +151,12 @@ class StoredStudy:
             # an attempt, all later attempts have other numbers.
             if job.startswith("search:") and job not in log.jobs and int(job.removeprefix("search:")) > log.started:
                 raise InputError(f"{self.what} has lost a trial before trial {number}; {RESTORE}")
-            has_digest = attempt.state in WITH_RESULT and (CHECKED in about or DIGEST in about)
-            if has_digest and about.get(DIGEST) != _digest_of(attempt, attempt.state, attempt.values):
-                raise InputError(f"trial {number} of {self.what} was changed after it had ended; {RESTORE}")
+            ended = OWNER in about and attempt.state in WITH_RESULT
+            if ended and about.get(DIGEST) != _digest_of(attempt, attempt.state, attempt.values):
+                raise InputError(
+                    f"trial {number} of {self.what} was changed after it had ended, or an older version wrote it; "
+                    f"{RESTORE}"
+                )
             log.add(attempt)
         return log
 
@@ -179,11 +170,14 @@ class StoredStudy:
         Without a requested point, ``sampler`` draws one. Another command gets in the way if it was first to start the
         trial of ``request.job``, or if it took this process for dead and closed the attempt.
         """
-        trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
-        number = self.store.get_trial_number_from_id(trial_id)
-        if self.read().jobs[request.job] != number:  # a duplicate
-            self.close(number)
-            return None
+        trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now()})
+        log, created = self.read(), self.store.get_trial_number_from_id(trial_id)
+        number = log.jobs[request.job]
+        if number != created:  # a duplicate
+            self.close(created)
+            if log.attempts[number].user_attrs[OWNER] != owner:
+                return None
+            trial_id = self._trial_id(number)
         if request.point is not None:
             return number, request.point
         # A new Study object, because Optuna caches trials in a Study.
@@ -232,8 +226,8 @@ class StoredStudy:
         about |= {"curve": thinned(outcome.curve), DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
         trial_id = self._trial_id(number)
-        loss, state = outcome.loss, TrialState.COMPLETE
-        with suppress(UpdateFinishedTrialError):
+        loss, state = outcome.loss, TrialState.PRUNED if outcome.stopped else TrialState.COMPLETE
+        try:
             for key, value in about.items():
                 if value:
                     self.store.set_trial_user_attr(trial_id, key, value)
@@ -244,13 +238,13 @@ class StoredStudy:
             if outcome.stopped:
                 # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
                 self.store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
-                state = TrialState.PRUNED
             digest = _digest_of(self.store.get_trial(trial_id), state, [loss])
             self.store.set_trial_user_attr(trial_id, DIGEST, digest)
             # Not Optuna's tell, which checks the trial before it writes: another command may close it in between.
             self.store.set_trial_state_values(trial_id, state, [loss])
-            return True
-        return False
+        except UpdateFinishedTrialError:  # or this command did it, and then its connection broke
+            return self.store.get_trial(trial_id).state is state
+        return True
 
     def close(self, number: int, *, released: bool = False, ended: float | None = None) -> None:
         """Mark an attempt as failed, unless it has ended already.
@@ -389,23 +383,10 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
     """Return whether ``attempt`` cannot be a later state of ``before``, an earlier read of the same number.
 
-    This is so if another call created ``attempt``, or if ``attempt`` has not ended although ``before`` had.
+    This is so if ``attempt`` began at another time, or if it has not ended although ``before`` had.
     """
     earlier = before.state.is_finished() and not attempt.state.is_finished()
-    return earlier or attempt.system_attrs.get(TICKET) != before.system_attrs.get(TICKET)
-
-
-def _change_of(attempt: FrozenTrial) -> str:
-    """Return what another program has changed in an attempt, such as "its attributes are missing", or ""."""
-    state, attributes = attempt.state, attempt.user_attrs
-    changes = {
-        "its attributes are missing": OWNER not in attributes,
-        "its state is WAITING, which leaven never writes": state is TrialState.WAITING,
-        f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and attempt.values is not None,
-        "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and attempt.values is None,
-    }
-    ours = OWNER in attributes or TICKET in attempt.system_attrs  # its user attributes may have been removed
-    return next((change for change, found in changes.items() if found and ours), "")
+    return earlier or any(attempt.user_attrs.get(key) != before.user_attrs.get(key) for key in (OWNER, JOB, BEGAN))
 
 
 def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:

@@ -1,9 +1,9 @@
 """Open the store of a study: an Optuna storage in a file or on a server. Calls are repeated while the store is
 unreachable.
 
-A connection may break just after a call has changed the store. A repeated call could then do its work twice. So a
-repeated creation of a trial first looks for a trial with the call's unique id (the ticket). A repeated call may end a
-trial that has ended, if the result is equal. All other calls can be repeated without harm.
+A connection may break just after a call has changed the store, and the repeated call then does its work twice.
+:class:`~leaven.tuning.service.stored_study.StoredStudy` allows for this: of two attempts that one call has created,
+the first counts, and a trial that is ended twice keeps its result.
 """
 
 import errno
@@ -12,26 +12,22 @@ import os
 import random
 import re
 import time
-import uuid
 from abc import update_abstractmethods
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from copy import copy
 from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven import storage
 from leaven.errors import InputError
-from leaven.storage import is_full
 
 if TYPE_CHECKING:
-    from sqlalchemy.engine import URL, ExceptionContext
+    from sqlalchemy.engine import URL
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
 LOOK_SECONDS = 1.0  # between calls of ``waited`` in a pause
@@ -39,17 +35,15 @@ LOOK_SECONDS = 1.0  # between calls of ``waited`` in a pause
 # signal is handled.
 BUSY_SECONDS = 1.0
 LOCK_SECONDS = 3.0
-OPENINGS = 20  # attempts to open a new database while other processes create its tables
-NEW_DATABASE = 2**20  # bytes; a new database with its tables and journal takes less
 SECOND_LOOK = 1.0  # seconds until a damaged line of a journal is read again
 GRACE_SECONDS = 3  # an older lock of Optuna counts as left by a killed process
-# The first bytes of a journal, whose first record creates a study (op code 0), and of a database.
-RECORD, SQLITE = b'{"op_code":0,', b"SQLite format 3"
+RECORD = b'{"op_code":0,'  # the first bytes of a journal, whose first record creates a study
 _SCHEMA = re.compile("no such (table|column)|malformed|could not decode", re.IGNORECASE)  # in errors of SQLite
 # Operations of a journal on a running trial: create it; set a value, an intermediate loss, an attribute.
 RUNNING = {4, 5, 7, 8}
 READ_ONLY = "25006"  # the error code of a PostgreSQL server that was made a standby, or whose disk is nearly full
-TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the call that created the trial
+# The errors with which Optuna reads damaged content, or misses a row.
+DAMAGE = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 # Without these options, libpq waits for hours for a server that was switched off, and a command that is suspended
 # within a transaction, or whose machine fails, blocks the other commands.
@@ -93,15 +87,15 @@ def open_store(
     if isinstance(where, BaseStorage):
         if isinstance(where, Patient):
             return where
-        store, name = where, type(where).__name__
-    elif not isinstance(where, os.PathLike | str):
+        return Patient(where, type(where).__name__, waited, patience_seconds)  # type: ignore[abstract]
+    if not isinstance(where, os.PathLike | str):
         raise InputError(f"storage = {where!r:.60}: give the path of an Optuna journal file, or sqlite:///FILE")
-    elif isinstance(where, os.PathLike) or "://" not in where:
-        store, name = open_journal(Path(where).absolute()), str(where)
-    else:
-        url = _url(where)
-        store, name = _database(url, waited, patience_seconds), _name(url)
-    return Patient(store, name, waited, patience_seconds)  # type: ignore[abstract]  # update_abstractmethods
+    if isinstance(where, os.PathLike) or "://" not in where:
+        journal = open_journal(Path(where).absolute())
+        return Patient(journal, str(where), waited, patience_seconds)  # type: ignore[abstract]
+    url = _url(where)
+    store, reconnect = _database(url, waited, patience_seconds)
+    return Patient(store, _name(url), waited, patience_seconds, reconnect)  # type: ignore[abstract]
 
 
 def exists(where: str | Path) -> bool:
@@ -125,15 +119,12 @@ def _url(where: str) -> "URL":
     except (ArgumentError, ValueError):
         raise InputError(f"{scheme}://: not a valid URL; give postgresql://USER@HOST:PORT/DATABASE") from None
     if scheme == "sqlite":
-        file = Path(url.database or "")
         if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
             raise InputError(
                 f"{where}: the URL does not name a database file; give sqlite:///FILE, or sqlite:////FILE for an "
                 "absolute path"
             )
-        if file.is_dir() or not file.parent.is_dir():
-            fault = "a folder; give a file" if file.is_dir() else f"there is no folder {file.parent}; create it"
-            raise InputError(f"{where}: {fault}")
+        _require_place(Path(url.database))
         return url
     if scheme in {"postgresql", "postgresql+psycopg"}:
         # Options in the URL override those of POSTGRESQL.
@@ -143,6 +134,14 @@ def _url(where: str) -> "URL":
     )
 
 
+def _require_place(file: Path) -> None:
+    """Raise InputError if ``file`` is a folder, or if its folder does not exist."""
+    if file.is_dir():
+        raise InputError(f"{file}: a folder; give a file in it, such as {file / 'study.log'}")
+    if not file.parent.is_dir():
+        raise InputError(f"{file}: there is no folder {file.parent}; create it")
+
+
 def _name(url: "URL") -> str:
     """Return a URL as text for messages: with ``***`` for the password, and without the options after "?"."""
     port = (url.port or 5432) if url.host else None
@@ -150,56 +149,30 @@ def _name(url: "URL") -> str:
     return plain.render_as_string(hide_password=True)
 
 
-def _database(url: "URL", waited: Callable[[float], None], patience_seconds: float) -> BaseStorage:
-    """Open Optuna's storage in a database. Retry while another process creates the tables or locks the file."""
+def _database(
+    url: "URL", waited: Callable[[float], None], patience_seconds: float
+) -> tuple[BaseStorage, Callable[[], object]]:
+    """Return Optuna's storage in a database, and a function that closes its connections.
+
+    Retry while another process creates the tables or locks the file.
+    """
     from optuna.storages import RDBStorage, _CachedStorage
-    from optuna.storages._rdb import models
     from sqlalchemy import event
     from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-    from sqlalchemy.orm import Session
-
-    class Database(RDBStorage):
-        """Optuna's RDBStorage with two changes. If the first attempt to create a trial succeeded, a retry returns
-        this trial. If a trial that was in the database is missing, LookupError is raised."""
-
-        def _get_trials(
-            self, study_id: int, states: Any, included_trial_ids: set[int], trial_id_greater_than: int
-        ) -> list[FrozenTrial]:
-            # Those that ran when Optuna last read them, and the last one that had ended, which Optuna would not read.
-            known = {*included_trial_ids, trial_id_greater_than} - {-1}
-            trials = super()._get_trials(study_id, states, known, trial_id_greater_than)
-            if known - {trial._trial_id for trial in trials}:
-                raise LookupError(LOST)
-            return trials
-
-        def _get_prepared_new_trial(
-            self, study_id: int, template_trial: FrozenTrial | None, session: Session
-        ) -> models.TrialModel:
-            assert template_trial is not None
-            attribute = models.TrialSystemAttributeModel
-            ticket = json.dumps(template_trial.system_attrs[TICKET])
-            created = session.query(models.TrialModel).join(attribute)
-            created = created.filter(attribute.key == TICKET, attribute.value_json == ticket)
-            return created.first() or super()._get_prepared_new_trial(study_id, template_trial, session)
 
     lite = url.drivername == "sqlite"
-    file = Path(url.database or "")
-    if lite and not file.exists() and is_full(file.parent, NEW_DATABASE):
-        # SQLite would leave an empty file, which must not be removed, because another command may have opened it.
-        raise InputError(f"{_name(url)} cannot be created: its disk is full; make room, or use another folder")
-    options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}} if lite else {"pool_pre_ping": True}
+    options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}} if lite else {}
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
-    began, left = time.monotonic(), OPENINGS
+    began = time.monotonic()
     while True:
         try:
-            storage = Database(text, engine_kwargs=options)
+            storage = RDBStorage(text, engine_kwargs=options)
             break
         except ImportError:
             raise InputError("the driver for PostgreSQL is missing; run pip install 'leaven[postgresql]'") from None
         except (SQLAlchemyError, StorageInternalError) as error:
             raced = isinstance(error, IntegrityError) or "already exists" in str(error)
-            left -= raced
-            if not left or not (raced or "is locked" in str(error)):
+            if not raced and "is locked" not in str(error):
                 raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
             passed = time.monotonic() - began
             if passed > patience_seconds:
@@ -214,28 +187,9 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
         # Optuna reads rows and then changes them in one transaction, which must lock the file from the beginning.
         event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         event.listen(storage.engine, "connect", _begin_nothing)
-        event.listen(storage.engine, "handle_error", _leave_moved_file)
         storage.engine.dispose()
-    else:
-        event.listen(storage.engine, "handle_error", _leave_read_only)
     # Without the cache, every read of a study reads all of its rows: 2,000 for 60 trials of 30 values.
-    return _CachedStorage(storage)
-
-
-def _leave_read_only(context: "ExceptionContext") -> None:
-    """Close a connection after a read-only error. A new connection may be able to write."""
-    if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
-        context.is_disconnect = True
-
-
-def _leave_moved_file(context: "ExceptionContext") -> None:
-    """Drop the connection after an error if its SQLite file was moved and a new file has the old name.
-
-    The next connection then opens the new file.
-    """
-    moved = getattr(context.original_exception, "sqlite_errorname", None) == "SQLITE_READONLY_DBMOVED"
-    if moved and context.engine is not None and exists(str(context.engine.url)):
-        context.is_disconnect = True
+    return _CachedStorage(storage), storage.engine.dispose
 
 
 def _begin_nothing(connection: Any, record: object) -> None:
@@ -251,38 +205,26 @@ def _causes(error: BaseException | None) -> list[BaseException]:
     return causes
 
 
-def _kind(error: Exception) -> str:
-    """Return what an error of a store means.
-
-    - "away": the store cannot be used now: it is unreachable, locked, full or read-only.
-    - "damaged": the content of the store cannot be read. A damaged page gives a plain DatabaseError, a damaged
-      schema an OperationalError, a damaged cell a LookupError or a ValueError.
-    - "clash": a new row contradicts the rows of a database.
-    - "refused": the database refuses the call, for example because a permission is missing.
-    - "": any other error, such as a wrong call.
-    """
+def _is_away(error: Exception) -> bool:
+    """Return whether an error of a store says that it is unreachable, locked, full or read-only now."""
     from sqlalchemy import exc
 
-    causes = _causes(error)
-    if isinstance(error, OSError):  # of a journal
-        return "away"
-    if any(
-        type(cause) in {exc.DatabaseError, LookupError}
-        or (isinstance(cause, ValueError) and not isinstance(cause, InputError))
-        or (isinstance(cause, exc.OperationalError) and _SCHEMA.search(str(cause.orig)) is not None)
-        for cause in causes
-    ):
-        return "damaged"
-    if any(
+    return isinstance(error, OSError) or any(
         isinstance(cause, exc.OperationalError | exc.InterfaceError | exc.TimeoutError)
         or getattr(cause, "sqlstate", None) == READ_ONLY
-        for cause in causes
-    ):
-        return "away"
-    if any(isinstance(cause, exc.IntegrityError) for cause in causes):
-        return "clash"
-    of_database = any(isinstance(cause, exc.DBAPIError) for cause in causes)
-    return "refused" if of_database and isinstance(error, StorageInternalError | exc.DBAPIError) else ""
+        for cause in _causes(error)
+    )
+
+
+def _is_damage(error: Exception) -> bool:
+    """Return whether an error of a database says that a page or its schema is damaged."""
+    from sqlalchemy import exc
+
+    return any(
+        type(cause) is exc.DatabaseError
+        or (isinstance(cause, exc.OperationalError) and _SCHEMA.search(str(cause.orig)) is not None)
+        for cause in _causes(error)
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -297,17 +239,12 @@ def _reason(error: Exception) -> str:
 def open_journal(path: Path) -> JournalStorage:
     """Return Optuna's JournalStorage in the file ``path``, which is created if it does not exist. Raise InputError if
     the file cannot be created or read, is not a journal, or has a damaged line."""
-    if path.is_dir():
-        raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no folder {path.parent}; create it")
+    _require_place(path)
     try:
         storage.require_plain_file(path)
         if path.exists():
             with storage.open_file(path) as file:
                 first = file.readline()
-            if first.startswith(SQLITE):
-                raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
             if first[: len(RECORD)] != RECORD[: len(first)]:
                 raise _not_a_journal(path)
             if storage.read_json_lines(path).damaged:
@@ -331,7 +268,7 @@ def open_journal(path: Path) -> JournalStorage:
 def _not_a_journal(path: Path) -> InputError:
     return InputError(
         f"{path}: not a journal of Optuna, or a line is missing or was changed; restore the file from a backup, or "
-        "give another one"
+        "give another one, or sqlite:///FILE for a database"
     )
 
 
@@ -381,7 +318,9 @@ class Journal(JournalFileBackend):
         # the second one.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
             optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
-            _remove_dead_link(Path(optunas._lock_file))
+            if not Path(optunas._lock_file).exists() and Path(optunas._lock_file).is_symlink():
+                # Optuna's dashboard holds its lock, or was killed. JournalFileOpenLock would wait for it forever.
+                raise OSError(errno.EAGAIN, f"{optunas._lock_file} is left of a program; remove it", self._file_path)
             optunas.acquire()
             try:
                 self._require_same()
@@ -392,55 +331,44 @@ class Journal(JournalFileBackend):
                     optunas.release()
 
 
-def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it stays a dangling symlink: JournalFileOpenLock would wait for it forever."""
-    with suppress(OSError):  # the lock was released
-        made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
-        while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):
-            if time.monotonic() > until:
-                lock.unlink()
-            time.sleep(FIRST_PAUSE)
-
-
-# The exceptions by which a method of a storage shows that its database is damaged; KeyError for all other methods.
-DAMAGE: dict[str, tuple[type[Exception], ...]] = {
-    "get_all_trials": (AssertionError, AttributeError, LookupError, TypeError),
-    "get_study_id_from_name": (),  # leaven and Optuna ask for names that may not exist
-}
-
-
 class Patient(BaseStorage):
-    """A storage whose calls are retried while the store is unreachable."""
+    """A storage whose calls are repeated while the store is unreachable, after calling ``reconnect``."""
 
     def __init__(
-        self, store: BaseStorage, name: str, waited: Callable[[float], None], patience_seconds: float
+        self,
+        store: BaseStorage,
+        name: str,
+        waited: Callable[[float], None],
+        patience_seconds: float,
+        reconnect: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._name, self._waited, self._patience = store, name, waited, patience_seconds
+        self._reconnect = reconnect
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._until_done(lambda again: getattr(self._store, method)(*args, **kwargs))
-        except DAMAGE.get(method, (KeyError,)) as error:
-            raise self._damage(error) from error
+        """Call a method of the store, again and again while the store is unreachable.
 
-    def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call(again)``, which is repeated while the store is unreachable.
-
-        ``again`` is False at first, and True in repeats, because an earlier call may have reached the store. Raise
-        StoreGone if the store stays unreachable for ``patience_seconds``, and InputError if it is damaged or refuses
-        the call. Other errors of ``call`` are raised unchanged.
+        Raise StoreGone if it stays unreachable for ``patience_seconds``, and InputError if it is damaged or refuses
+        the call, for example because a permission is missing. Other errors are raised unchanged.
         """
-        since, pause, again = time.monotonic(), FIRST_PAUSE, False
+        since, pause = time.monotonic(), FIRST_PAUSE
         while True:
             try:
-                return call(again)
+                return getattr(self._store, method)(*args, **kwargs)
+            except InputError:
+                raise
             except Exception as error:
-                kind = _kind(error)
-                if kind == "damaged":
-                    raise self._damage(error) from error
-                if kind == "refused":
-                    raise InputError(f"{self._name} cannot be used: {_reason(error)}") from error
-                if kind != "away":
+                from sqlalchemy.exc import DBAPIError
+
+                # leaven and Optuna ask for the ids of names that may not exist.
+                missing = isinstance(error, DAMAGE) and method != "get_study_id_from_name"
+                if missing or _is_damage(error):
+                    raise InputError(
+                        f"{self._name} is damaged ({_reason(error)}); restore it from a backup, or use another study"
+                    ) from error
+                if not _is_away(error):
+                    if isinstance(error, StorageInternalError | DBAPIError):
+                        raise InputError(f"{self._name} cannot be used: {_reason(error)}") from error
                     raise
                 now = time.monotonic()
                 if now - since >= self._patience:
@@ -454,43 +382,8 @@ class Patient(BaseStorage):
             while (left := until - time.monotonic()) > 0:
                 time.sleep(min(left, LOOK_SECONDS))
                 self._waited(time.monotonic() - since)
-            pause, again = min(2 * pause, LONGEST_PAUSE), True
-
-    def _damage(self, error: Exception) -> InputError:
-        return InputError(
-            f"{self._name} is damaged ({_reason(error)}); restore it from a backup, or use another study"
-        )
-
-    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
-        template = create_trial(state=TrialState.RUNNING) if template_trial is None else copy(template_trial)
-        ticket = str(uuid.uuid4())
-        template.system_attrs = {**template.system_attrs, TICKET: ticket}
-
-        def create(again: bool) -> int:
-            if again:
-                for trial in self._store.get_all_trials(study_id, deepcopy=False):
-                    if trial.system_attrs.get(TICKET) == ticket:
-                        return trial._trial_id
-            return self._store.create_new_trial(study_id, template)
-
-        try:
-            return int(self._until_done(create))
-        except Exception as error:
-            if _kind(error) == "clash":  # a row of another trial was removed, and its other rows are still there
-                raise self._damage(error) from error
-            raise
-
-    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
-        def set_state(again: bool) -> bool:
-            try:
-                return self._store.set_trial_state_values(trial_id, state, values)
-            except UpdateFinishedTrialError:
-                trial = self._store.get_trial(trial_id)
-                if again and trial.state is state and trial.values == (None if values is None else list(values)):
-                    return True
-                raise
-
-        return bool(self._until_done(set_state))
+            pause = min(2 * pause, LONGEST_PAUSE)
+            self._reconnect()
 
 
 for _method in vars(BaseStorage):

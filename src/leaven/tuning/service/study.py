@@ -158,7 +158,7 @@ class BaseStudy(ABC):
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         saved_id, saved = self._folder.saved_results()
-        store = self._open_store(bool(saved_id or saved), len(saved))
+        store = self._open_store()
         self._stored = join_study(
             store,
             self.space.name,
@@ -174,7 +174,7 @@ class BaseStudy(ABC):
             shared=self._shared,
         )
         self._folder.require_same_study(saved_id, self._stored.random_id)
-        self._folder.require_same_results(saved, self._stored.read())
+        self._folder.require_results(saved, self._stored.read())
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
         self._claim_folder()
         return self
@@ -194,15 +194,16 @@ class BaseStudy(ABC):
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
 
-    def _open_store(self, saved: bool, ended: int) -> BaseStorage:
+    def _open_store(self) -> BaseStorage:
         """Return the opened store. Raise InputError if the study has begun and its store is lost, or if the store
-        cannot be written or belongs to another study.
-
-        ``saved``: whether study.json exists. ``ended``: the number of ended trials in study.json.
-        """
-        begun = saved or (self.out / "centre.toml").exists()
+        cannot be written or belongs to another study."""
+        begun = any((self.out / name).exists() for name in ("centre.toml", "study.json"))
+        lost = InputError(
+            f"{self.out} has a study, but the store of {self._name} does not have it; restore the store, or use "
+            "another folder"
+        )
         if begun and not exists(self._where):
-            raise self._folder.store_lost(ended)
+            raise lost
         if isinstance(self._where, Path):
             make_folder(self.out)
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
@@ -217,7 +218,7 @@ class BaseStudy(ABC):
             raise InputError(f"{self._name} contains the study {next(iter(stored))}, not {name}; use another --study")
         # The settings are missing if a journal was cut within the line that has them.
         if begun and not stored.get(name):
-            raise self._folder.store_lost(ended)
+            raise lost
         return store
 
     def _waited(self, seconds: float) -> None:
@@ -274,7 +275,7 @@ class BaseStudy(ABC):
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
             self._trainer(devices or [None] * workers) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._may_begin) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._ready) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
@@ -288,7 +289,7 @@ class BaseStudy(ABC):
         if over:
             self._stored.study.set_user_attr(ANSWERED, True)
         try:
-            self._remove_checkpoints()
+            self._folder.remove_checkpoints(self._stored.trials)
             state = self.save()
         except InputError as error:
             raise StoreGone(
@@ -297,20 +298,17 @@ class BaseStudy(ABC):
         self._screen.ended(state)
         return state
 
-    def check_budget(self, trials: int | None, hours: float | None) -> None:
-        """Raise InputError if the budget is missing or invalid, or if ``trials`` is too small for method ``grid``."""
-        known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
-
-    def _may_begin(self) -> bool:
-        self._folder.require_own(self._stored.random_id)
-        return self._ready()
-
-    def _remove_checkpoints(self) -> None:
-        self._folder.require_own(self._stored.random_id)
-        self._folder.remove_checkpoints(self._stored.trials)
+    def check_budget(self, trials: int | None, flops: float | None, hours: float | None) -> None:
+        """Raise InputError if the budget is missing, invalid, or too small for one trial or the coarsest grid."""
+        known_trials(self.space.axes, self.method, Budget(trials, flops, hours, self._run_flops), self._noise)
+        if flops is not None and self._run_flops is not None and flops < self._run_flops:
+            raise InputError(
+                f"--flops {flops:g} is too small, because one trial takes {self._run_flops:.3g} FLOPs; give "
+                f"{1.01 * self._run_flops:.3g} or more"
+            )
 
     def _save_meanwhile(self) -> None:
-        self._remove_checkpoints()
+        self._folder.remove_checkpoints(self._stored.trials)
         began = time.monotonic()
         if began < self._next_save:
             return
@@ -361,7 +359,7 @@ class BaseStudy(ABC):
             return self._write()
 
     def _write(self) -> StudyDocument:
-        self._folder.require_own(self._stored.random_id)
+        self._folder.require_same_study(self._folder.saved_results()[0], self._stored.random_id)
         try:
             state = self.state()
             return write_results(self.out, self.space, state, self._note_once, self._inputs(state))

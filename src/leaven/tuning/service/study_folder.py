@@ -15,11 +15,9 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,18 +28,15 @@ from leaven import storage
 from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
-from leaven.storage import AWAY, digest, make_folder, read, require_folder_name, write_text
+from leaven.storage import digest, make_folder, read, require_writable, write_text
 from leaven.training.run_folder import RunFolder, describe_changes
 from leaven.tuning.service.stored_study import StoredTrial, TrialLog
 from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, signed
 
 CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
-# Names in the folder of a study that was killed before it wrote study.json.
-OURS = ("journal.log*", ".*.tmp", LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
 _TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in an attempt's folder (training)
-_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
 LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
 
 
@@ -76,16 +71,10 @@ class StudyFolder:
 
         ``where`` is the URL or the journal of the store. ``runs_command``: whether trials run a shell command.
         """
-        require_folder_name(self.path)
+        require_writable(self.path)
         out = self.path.absolute()
-        nearest = next(path for path in (out, *out.parents) if os.path.lexists(path))  # Path.exists may be refused
-        if not nearest.is_dir():
-            raise InputError(f"{nearest} is a file; give a folder")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-            raise InputError(f"{self.path}: nothing can be written in {nearest}; use another folder")
-        own: tuple[str, ...] = OURS
-        if str(where).startswith("sqlite:"):  # the database and its journals may be here
-            own = (*OURS, f"{escape(Path(str(where).partition('?')[0]).name)}*")
+        if file := next((path for path in (out, *out.parents) if path.is_file()), None):
+            raise InputError(f"{file} is a file; give a folder")
         centre = self.path / "centre.toml"
         if centre.exists():
             saved = _saved(out)
@@ -102,7 +91,9 @@ class StudyFolder:
                 kind = space.kind
                 raise InputError(f"{self.path} has another {kind}: {describe_changes(changes)}; use another --study")
         elif self.path.exists() and not (self.path / "journal.log").exists() and not self.saved_results()[0]:
-            others = [entry for entry in self.path.iterdir() if not any(fnmatch(entry.name, name) for name in own)]
+            # A study that was killed at its beginning has left a store, or files with hidden names.
+            ours = (".", Path(str(where).partition("?")[0]).name)
+            others = [entry for entry in self.path.iterdir() if not entry.name.startswith(ours)]
             # CHECKPOINTS may be a link to an empty disk.
             if any(entry.name != CHECKPOINTS or any(entry.glob("[!.]*")) for entry in others):
                 raise InputError(f"{self.path} is not empty and contains no study; use another folder")
@@ -115,70 +106,39 @@ class StudyFolder:
                 held.enter_context(storage.lock(self.path / LOCK, LOCK_SECONDS))
             yield
 
-    def saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Read id and ended trials {number: (state, loss)} from study.json. Both are empty if it is missing or
-        damaged. Raise InputError on read errors."""
+    def saved_results(self) -> tuple[str, set[int]]:
+        """Return the id in study.json, and the numbers of its trials with a result.
+
+        Both are empty if the file is missing or damaged. Raise InputError on read errors.
+        """
         document = _saved(self.path)
         try:
-            ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
-            if not all(isinstance(trial["number"], int) for trial in ended):
-                raise TypeError
-            return document.get("id", ""), {trial["number"]: (trial["state"], trial.get("loss")) for trial in ended}
+            # A failed trial may be given back to the study, and then runs again.
+            ended = [trial["number"] for trial in document["trials"] if trial["state"] not in {*UNDER_WAY, "failed"}]
+            return document.get("id", ""), {number for number in ended if isinstance(number, int)}
         except (TypeError, KeyError, AttributeError):
-            return "", {}
+            return "", set()
 
-    def require_same_results(self, saved: Mapping[int, tuple[str, float | None]], log: TrialLog) -> None:
-        """Raise InputError if the store, read into ``log``, lacks a trial of ``saved`` or has another loss for it.
-
-        ``saved`` maps the number of each ended trial in study.json to (state, loss). Comparing the ids of studies is
-        not enough: a copy of a study has the same id, but its later trials have other losses.
-        """
+    def require_results(self, saved: set[int], log: TrialLog) -> None:
+        """Raise InputError if the store, read into ``log``, lacks the result of a trial in ``saved``."""
         ended = [trial for trial in log.trials.values() if trial.has_result]
-        # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
-        trials = {trial.origin: trial for trial in ended} | {trial.number: trial for trial in ended}
-        # A failed trial may have been given back to the study since, and then has a result or runs again.
-        losses = {number: loss for number, (state, loss) in saved.items() if state != "failed"}
-        if lost := (saved.keys() - log.attempts.keys()) | (losses.keys() - trials.keys()):
-            raise self.store_lost(len(saved), lost)
-        for number, loss in losses.items():
-            if trials[number].loss != loss:
-                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trials[number].loss}")
-
-    def require_own(self, stored_id: str) -> None:
-        """Raise InputError if the folder now belongs to a study other than ``stored_id``."""
-        with suppress(OSError):
-            if found := _ID.search(read(self.path / "study.json")):
-                self.require_same_study(found[1].decode(), stored_id)
+        # Another copy of this study may have made another attempt at a trial.
+        if lost := saved - {number for trial in ended for number in (trial.number, trial.origin)}:
+            file = self.path / "study.json"
+            raise InputError(
+                f"{self.path} has the results of {len(saved)} trials, but the store of {self.study} has lost "
+                f"{len(lost)} of them, the first is trial {min(lost)}; restore the store, or type "
+                f"{shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
+            )
 
     def require_same_study(self, saved_id: str, stored_id: str) -> None:
         """Raise InputError unless the id in study.json is empty or equals the id in the store."""
         if saved_id and stored_id != saved_id:
-            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
-
-    def _other_study(self, saved: str, stored: str) -> InputError:
-        return InputError(
-            f"{self.path / 'study.json'} {saved}, but {self.study} {stored}; give the store that belongs to this "
-            "folder, restore the file that was replaced, or use another folder"
-        )
-
-    def store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store that has lost the trials with the numbers ``lost``.
-
-        If ``lost`` is empty, the store has lost all ``ended`` trials. If ``ended`` is 0, too, it has lost the study.
-        """
-        results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
-        if lost:
-            missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.path / "study.json"
-            way = f"type {shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
-        elif not ended:
-            results, missing = "a study", "no study of this name"
-        return InputError(
-            f"{self.path} has {results}, but the store of {self.study} has {missing}; restore the store, or {way}"
-        )
-
-    def claim_checkpoints(self) -> None:
-        """Mark the folder of checkpoints as used by this study. Raise InputError if another study or run uses it."""
-        RunFolder(self.path).claim_checkpoints()
+            raise InputError(
+                f"{self.path / 'study.json'} belongs to the study {saved_id}, but {self.study} contains the study "
+                f"{stored_id}; give the store of this folder, restore the file that was replaced, or use "
+                "another folder"
+            )
 
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
         """Remove the checkpoints of the ended trials in ``trials``. Raise InputError if another study or run uses
@@ -220,7 +180,7 @@ def write_results(
         answers += [(file, "octaves", text) for file, text in (inputs or {}).items()]
     for file, key, text in answers:
         path = out / file
-        there = "a link" if path.is_symlink() else _digest_on_disk(path)
+        there = _digest_on_disk(path)
         edited = there is not None and there != known.get(file)
         if text is None:  # remove the file of an earlier answer
             if not edited:
@@ -261,18 +221,13 @@ def _saved(out: Path) -> dict[str, Any]:
 
 
 def _digest_on_disk(path: Path) -> str | None:
-    """Return a file's digest, None if there is no file, or the text of the error if the file cannot be read.
-
-    Raise OSError if the disk cannot be reached.
-    """
+    """Return a file's digest, None if there is no file, or "unknown" for a link and a file that cannot be read."""
     try:
-        return digest(read(path))
+        return "unknown" if path.is_symlink() else digest(read(path))
     except FileNotFoundError:
         return None
-    except OSError as error:
-        if error.errno in AWAY:
-            raise
-        return str(error)
+    except OSError:
+        return "unknown"
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:

@@ -16,7 +16,6 @@ import numpy as np
 import optuna
 from optuna.exceptions import DuplicatedStudyError
 from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
 
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, differences, differing
@@ -26,7 +25,6 @@ from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.stored_study import ABOUT, DIGEST, ID, RESTORE, StoredStudy, digest_of_json
 
 EXPECTED, EARLIER = "expected", "earlier"  # the settings that are prior knowledge
-TENSORS = "tensors"  # the setting with a hash of the start weights' tensors; studies of earlier versions lack it
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
 LISTED = 3  # the most settings that a message about different settings lists
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
@@ -85,13 +83,12 @@ def join_study(
     there = _settings(study, what)
     try:
         stored, expected, earlier = _knowledge(there)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise InputError(f"{what} has damaged settings; {RESTORE}") from None
+    except ValueError:  # the recipe of another version
+        raise InputError(f"{what} has a recipe that this version cannot read; {RESTORE}") from None
     if recipe is not None and stored is not None and (changes := differences(stored, recipe)):
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
-    here = {key: value for key, value in here.items() if key != TENSORS or key in there}
     keys = [*here, "near"]  # a call without a box does not continue in the box of the study
     if changes := differing({key: there.get(key) for key in keys}, {key: here.get(key) for key in keys}):
         more = f"; and {len(changes) - LISTED} more" if len(changes) > LISTED else ""
@@ -104,14 +101,10 @@ def join_study(
 
 
 def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
-    """Return the stored settings of a study. ``what`` names the study in messages.
+    """Return the stored settings of a study, or raise InputError if they do not match their digest.
 
-    Raise InputError if the study does not minimise, or if the settings do not match their digest.
+    ``what`` names the study in messages.
     """
-    if study.directions != [StudyDirection.MINIMIZE]:
-        raise InputError(
-            f"the direction of {what} was changed in its store, so that it does not minimise the loss; {RESTORE}"
-        )
     found = study.user_attrs[ABOUT]
     if not isinstance(found, dict) or found.pop(DIGEST, None) != digest_of_json(found):
         raise InputError(
