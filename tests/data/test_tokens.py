@@ -288,22 +288,6 @@ def letters_of(rows: np.ndarray) -> list[str]:
     return ["abc"[one.pop()] for one in found]
 
 
-def test_a_file_of_two_sources_is_refused(tmp_path: Path) -> None:
-    """In one source its key is a/1.txt, in the other 1.txt, so that they choose other documents for validation."""
-    (tmp_path / "a").mkdir()
-    for number in range(3):
-        (tmp_path / f"a/{number}.txt").write_text("text\n" * 50)
-    sources = [{"source": f"{tmp_path}/*/*.txt"}, {"source": f"{tmp_path}/a/1.txt"}]
-    data = Data.model_validate({"source": sources, "tokens": 1000})
-    with refused("a/1.txt belongs to two sources", "change the patterns"):
-        prepare_data(data, 300, tmp_path / "cache")
-    (tmp_path / "again.txt").symlink_to(tmp_path / "a" / "1.txt")
-    sources[1]["source"] = f"{tmp_path}/again.txt"
-    with refused("a/1.txt belongs to two sources", "change the patterns"):
-        prepare_data(Data.model_validate({"source": sources, "tokens": 1000}), 300, tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
-
-
 def test_samples_follow_the_weights_of_the_sources(tmp_path: Path) -> None:
     tokens = prepare_data(mixed(tmp_path, 0.5, 0.3, 0.2), 5, tmp_path)
     stream = tokens.stream(seq_len=50, seed=7)

@@ -9,7 +9,7 @@
 
 import os
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaven.data.file_tokens import ArrayTokens, FileTokens, MappedFile
-from leaven.data.readers import BrokenFile, FileStamp, file_identity, file_stamp
+from leaven.data.readers import BrokenFile, FileStamp, file_stamp
 from leaven.storage import require_file
 
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -62,10 +62,6 @@ class TokenFile:
     @property
     def name(self) -> str:
         return str(self.path)
-
-    @property
-    def identity(self) -> Hashable:
-        return file_identity(self.path)
 
     @property
     def index(self) -> Path | None:
