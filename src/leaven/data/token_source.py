@@ -287,23 +287,12 @@ def _same_at_the_end(
     for name, mapped in files:
         end = ShardedTokens(mapped.arrays)[max(len(mapped) - LONGEST_END - 1, 0) :]
         if len(end) > LONGEST_END and end[0] != end_of_text and (end == end[0]).all():
-            found.append((name, mapped))
+            found.append((name, int(end[0])))
     if not found:
         return
-    name, mapped = found[0]
-    tokens, size = ShardedTokens(mapped.arrays), len(mapped)
-    last, start = int(tokens[size - 1 :][0]), size
-    while start:
-        first = max(start - _BLOCK, 0)
-        others = np.flatnonzero(tokens[first:start] != last)
-        if others.size:
-            start = first + int(others[-1]) + 1
-            break
-        start = first
-    end_with = f"files end with more than {LONGEST_END:,} equal token ids, such as {name}"
-    line = f"{source}: {len(found):,} of {len(files):,} {end_with}: the last {size - start:,} of {size:,} ids are all"
-    line += f" {last:,}; if a program was stopped while it wrote them, write them again"
-    yield line.encode(errors="replace").decode()  # a file name can be invalid UTF-8
+    line = f"{source}: {len(found):,} of {len(files):,} files end with more than {LONGEST_END:,} equal token ids, such "
+    line += f"as {found[0][0]}, which ends with {found[0][1]:,}; if a program was stopped while it wrote them, write "
+    yield f"{line}them again".encode(errors="replace").decode()  # a file name can be invalid UTF-8
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
