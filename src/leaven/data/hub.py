@@ -81,19 +81,14 @@ class HubTokens(_Split):
     """A split whose rows are lists of token ids."""
 
     def open(self) -> MappedTokens:
-        """Return the token ids, mapped into memory. Raise BrokenFile if an id is null, or if the column
-        "attention_mask" marks padding or is invalid."""
+        """Return the token ids, mapped into memory. Raise BrokenFile if an id is null, or if there is a column
+        "attention_mask" that is not all 1."""
         table = self.dataset.data
-        if self.column == INPUT_IDS and MASK in table.column_names:
-            if not _holds_lists(table.schema, MASK, "is_integer", "is_boolean"):
-                kind = table.schema.field(MASK).type
-                raise BrokenFile(f"has {kind} in column {MASK}, not lists of integers; remove the column")
-            for chunk in table.column(MASK).chunks:
-                mask = chunk.flatten()
-                if chunk.null_count or mask.null_count:
-                    raise BrokenFile(f"has nulls in column {MASK}; remove these rows or the column")
-                if (mask.to_numpy(zero_copy_only=False) == 0).any():
-                    raise BrokenFile(f"has padding in column {self.column}; tokenise it again with padding=False")
+        if self.column == INPUT_IDS and MASK in table.column_names and not _all_ones(table):
+            raise BrokenFile(
+                f"has a column {MASK} that is not all 1, such as at padding; tokenise it again with "
+                "padding=False, or remove the column"
+            )
         chunks = table.column(self.column).chunks
         starts = np.cumsum([0, *map(len, chunks)])[:-1]  # number of the first row of each chunk
         rows, files = zip(*_mapped_files(table), strict=True)
@@ -101,6 +96,16 @@ class HubTokens(_Split):
         return arrow_tokens(
             chunks, [files[block] if len(chunk) else () for block, chunk in zip(blocks, chunks, strict=True)]
         )
+
+
+def _all_ones(table: Any) -> bool:
+    """Return whether the column "attention_mask" has lists of integers or booleans, all of them 1 and none null."""
+    if not _holds_lists(table.schema, MASK, "is_integer", "is_boolean"):
+        return False
+    masks = [(chunk.null_count, chunk.flatten()) for chunk in table.column(MASK).chunks]
+    return not any(
+        nulls or mask.null_count or (mask.to_numpy(zero_copy_only=False) == 0).any() for nulls, mask in masks
+    )
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:

@@ -4,7 +4,7 @@ Before the first run, all ids are read, to check them and to compute checksums. 
 changes. A part of a source is one file, or one split of a Hugging Face data set.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -72,33 +72,25 @@ class DocumentTokens:
 
 
 def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
-    """Yield each part of a source with its use: "train", "validation", or "both" (a share is held out)."""
+    """Yield each part of a source with its use."""
     for part in parts.ids:
-        yield part, "train" if parts.validation else "both"
+        yield part, "for training" if parts.validation else "a part of it for validation"
     for part in parts.validation:
-        yield part, "validation"
+        yield part, "for validation"
 
 
-def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Raise InputError if the same token ids have two uses, such as "train" and "validation" (see :func:`uses`).
+def refuse_two_uses(used: Iterable[tuple[str, TokenPart, str]]) -> None:
+    """Raise InputError if the same token ids have two uses, such as training and validation (see :func:`uses`).
 
-    ``used``: (identity, part, use) of each part. Parts have the same identity if they have the same ids.
+    ``used``: (digest of the ids, part, use) of each part.
     """
-    first: dict[Hashable, dict[str, TokenPart]] = {}
-    for identity, part, use in used:
-        found = first.setdefault(identity, {})
-        found.setdefault(use, part)
-        if len(found) > 1 and "validation" in found:
-            trained = next(part for use, part in found.items() if use != "validation")
+    first: dict[str, tuple[TokenPart, str]] = {}
+    for digest, part, use in used:
+        other, before = first.setdefault(digest, (part, use))
+        if use != before:
             raise InputError(
-                f"{found['validation'].name} in validation has the same ids as {trained.name} in the source; "
-                "give other files, or remove validation to hold out a part of the source"
-            )
-        if len(found) > 1:
-            raise InputError(
-                f"{found['both'].name} and {found['train'].name} have the same token ids; leaven would hold out a "
-                "part of the first for validation, but train on all of the second, because only the second source "
-                "has its own validation data; set validation in both sources or in neither"
+                f"{other.name} ({before}) and {part.name} ({use}) have the same token ids, and leaven would validate "
+                "on tokens that it trains on; give other files, or the same validation in both sources"
             )
 
 
@@ -290,7 +282,9 @@ def _same_at_the_end(
             found.append((name, int(end[0])))
     if not found:
         return
-    line = f"{source}: {len(found):,} of {len(files):,} files end with more than {LONGEST_END:,} equal token ids, such "
+    line = (
+        f"{source}: {len(found):,} of {len(files):,} files end with more than {LONGEST_END:,} equal token ids, such "
+    )
     line += f"as {found[0][0]}, which ends with {found[0][1]:,}; if a program was stopped while it wrote them, write "
     yield f"{line}them again".encode(errors="replace").decode()  # a file name can be invalid UTF-8
 
