@@ -340,7 +340,7 @@ def test_a_cache_of_an_earlier_version_is_used(data: Data, prepared: TokenSet, t
     """It has a checksum of each whole file, too."""
     prepare(data, 300, tmp_path)
     folder = folder_in(tmp_path)
-    change_entries(folder, lambda entry: entry["train"].update(blake2b="0" * 32), "index.json")
+    change_entries(folder, lambda entry: entry["train"].update(blake2b="0" * 32, unknown=0), "index.json")
     before = (folder / "index.json").read_bytes()
     assert same(prepare(data, 300, tmp_path), prepared)
     assert (folder / "index.json").read_bytes() == before

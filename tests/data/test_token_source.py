@@ -366,19 +366,22 @@ def _index(path: Path, write: Callable[[bytes], bytes], **how: Any) -> str:
 BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
     "an array of floats": (lambda p: _array(p / "a.npy", np.zeros(9)), ("float64", "integers with one dimension")),
     "a matrix": (lambda p: _array(p / "a.npy", np.zeros((3, 3), np.uint16)), ("uint16", "with one dimension")),
-    "short index": (lambda p: _index(p / "a.bin", lambda raw: raw[:-8]), ("a.bin has an index a.idx of", "need")),
+    "short index": (
+        lambda p: _index(p / "a.bin", lambda raw: raw[:-8]),
+        ("a.bin has an index a.idx that does not fit it",),
+    ),
     "empty index": (lambda p: _index(p / "a.bin", lambda raw: b""), ("a.idx", "unknown magic number")),
     "magic of index": (lambda p: _index(p / "a.bin", lambda raw: b"TNTIDX\0\0\0" + raw[9:]), ("magic number",)),
     "version of index": (lambda p: _index(p / "a.bin", lambda raw: raw[:9] + b"\2" + raw[10:]), ("version 2",)),
     "floats": (lambda p: _index(p / "a.bin", lambda raw: raw[:17] + b"\7" + raw[18:]), ("dtype code 7",)),
-    "pointers": (lambda p: _index(p / "a.bin", lambda raw: raw[:-700] + b"\5" + raw[-699:]), ("follow one another",)),
+    "pointers": (lambda p: _index(p / "a.bin", lambda raw: raw[:-700] + b"\5" + raw[-699:]), ("not fit it",)),
     "link of an index": (
         lambda p: [(p / "a.idx").symlink_to("none"), nanogpt(p / "a.bin", TEXTS)][1],  # type: ignore[func-returns-value]
         ("a.bin cannot be read (No such file",),
     ),
     "truncated ids": (
         lambda p: _changed(Path(megatron(p / "a.bin", TEXTS)), lambda raw: raw[:-2]),
-        ("a.bin has", "but a.idx describes", "copy both files again"),
+        ("a.bin has an index a.idx that does not fit it; copy both files again",),
     ),
     "llm.c's questions": (lambda p: llm_c(p / "a.bin", TEXTS, (20240522, 1)), ("unknown magic number 20240522",)),
     "llm.c's version": (lambda p: llm_c(p / "a.bin", TEXTS, (20240520, 2)), ("version 2", "of version 1")),

@@ -12,7 +12,7 @@ import json
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
@@ -34,8 +34,8 @@ SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
 SHARD_BATCHES = 32
 BLOCKS = "blocks"  # key of the checksums of blocks
+COUNTS = ("tokens", "documents", "bytes")  # keys of the counts of a file
 DIGEST = "digest"  # key of the hash of all other keys of an index
-UNKNOWN_SHARE = 0.01  # largest share of a text without tokens that needs no note
 ADVICE = "remove it and run the same command again, which writes it again from the text"
 
 
@@ -91,7 +91,6 @@ class ShardFile:
     documents: int  # number of documents that end in this file
     bytes: int  # bytes of UTF-8 text that the tokens encode
     blocks: str = ""  # checksums of the file's blocks, from BlockChecksums; "" until the file is complete
-    unknown: int = 0  # estimated bytes of text for which the tokenizer has no tokens; 0 in older indexes
 
 
 ShardRecord = dict[str, ShardFile]
@@ -108,7 +107,7 @@ class Shards:
     validation_bytes: int
     fingerprint: str  # hash of the tokens of both splits; does not depend on the size of the shards
     notes: tuple[str, ...]  # lines for the user, for example about files that were rebuilt
-    lost: tuple[str, ...] = ()  # the notes about damaged files and about text without tokens
+    lost: tuple[str, ...] = ()  # the notes about damaged files
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
@@ -129,7 +128,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             damage = _build(folder, corpus, encoder, meter, processes)
             found = _open(folder, corpus, encoder.dtype)
     assert found is not None
-    notes = (*found.notes, *(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
+    notes = tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items())
     return replace(found, notes=notes, lost=notes)
 
 
@@ -152,13 +151,7 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
         for split in SPLITS
     )
     train_bytes, validation_bytes = (sum(record[split].bytes for record in records) for split in SPLITS)
-    unknown = sum(record[split].unknown for record in records for split in SPLITS) / corpus.n_bytes
-    note = (
-        f"data.source {corpus.source!r}: about {unknown:.0%} of the text has no tokens in data.tokenizer and becomes "
-        "unknown tokens or is left out; give a tokenizer that was made for such text"
-    )
-    notes = (note,) if unknown > UNKNOWN_SHARE else ()
-    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, notes, lost=notes)
+    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, ())
 
 
 def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
@@ -214,7 +207,6 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                             tokens=sums.tokens + len(encoded.ids),
                             documents=sums.documents + encoded.documents,
                             bytes=sums.bytes + encoded.bytes,
-                            unknown=sums.unknown + encoded.unknown,
                         )
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
@@ -252,19 +244,19 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
     """Return the index entry of a shard, with the checksums of blocks under the separate key "blocks"."""
-    files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
+    files = {split: {key: getattr(record[split], key) for key in COUNTS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
     """Return the record of an index entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
     record = {
-        # Earlier versions wrote a checksum of the whole file, too.
-        split: ShardFile(**{k: v for k, v in entry[split].items() if k != "blake2b"}, blocks=entry[BLOCKS][split])
+        # Earlier versions wrote more keys.
+        split: ShardFile(*(entry[split][key] for key in COUNTS), blocks=entry[BLOCKS][split])
         for split in SPLITS
     }
     for file in record.values():
-        counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes, file.unknown)]
+        counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes)]
         if min(counts) < 0 or not checksums_fit(file.blocks, file.tokens * dtype.itemsize):
             raise ValueError
     return record

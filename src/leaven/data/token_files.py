@@ -167,27 +167,24 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     # After the header: the length and the place (in bytes) of each sequence, and the first sequence of each document.
     whole = _MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
+    damaged = BrokenFile(
+        f"has an index {index.name} that does not fit it; copy both files again, or write them again"
+    )
     if size != whole:
-        raise BrokenFile(
-            f"has an index {index.name} of {size:,} bytes, but {sequences:,} sequences and {documents:,} documents "
-            f"need {whole:,}; copy it again"
-        )
+        raise damaged
     lengths = np.frombuffer(raw, "<i4", sequences, _MEGATRON_HEADER.size)
     places = np.frombuffer(raw, "<i8", sequences, _MEGATRON_HEADER.size + 4 * sequences)
     firsts = np.frombuffer(raw, "<i8", documents, whole - 8 * documents)
     stops = np.cumsum(lengths, dtype=np.int64)
     tokens = int(stops[-1]) if sequences else 0
     if tokens * dtype.itemsize != path.stat().st_size:
-        raise BrokenFile(
-            f"has {path.stat().st_size:,} bytes, but {index.name} describes {tokens:,} tokens of "
-            f"{dtype.itemsize} bytes; copy both files again"
-        )
+        raise damaged
     if lengths.min() < 0 or (places != (stops - lengths) * dtype.itemsize).any():
-        raise BrokenFile(f"has an index {index.name} whose sequences do not follow one another; write it again")
+        raise damaged
     ends = stops  # as in Megatron-LM's GPTDataset, where each sequence is a document
     if documents and firsts[-1] == sequences:
         if firsts[0] != 0 or (np.diff(firsts) < 0).any():
-            raise BrokenFile(f"has an index {index.name} whose documents are not in order; write it again")
+            raise damaged
         ends = np.concatenate([[0], stops])[firsts]
     return MappedTokens((_tokens(path, dtype),), ends[np.diff(ends, prepend=0) > 0])  # without empty documents
 

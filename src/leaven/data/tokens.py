@@ -151,6 +151,11 @@ def prepare(
         ) from None
     sources = [found[source.source] for source in data.sources]
     skipped = [corpus.skipped for corpus in corpora if corpus.skipped]
+    if texts and encoder is not None and not encoder.has_all_bytes:
+        skipped.append(
+            "data.tokenizer has no tokens for all bytes: text that its vocabulary lacks becomes unknown tokens or is "
+            "left out; give a byte-level tokenizer, or one with byte_fallback, to keep all text"
+        )
     fingerprint = sources[0].fingerprint
     if len(sources) > 1:
         fingerprint = storage.digest("".join(source.fingerprint for source in sources).encode(), 16)
