@@ -512,19 +512,6 @@ def test_a_damaged_or_old_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list
     assert json.loads(file.read_text()) == whole
 
 
-def test_a_survey_that_does_not_count_blank_documents_is_not_made_again(tmp_path: Path, surveyed: list[str]) -> None:
-    """The first command after an upgrade would read all text again, which takes hours for terabytes."""
-    write(tmp_path / "a.jsonl", '{"text": "text"}\n{"text": null}\n')
-    new = opened(tmp_path / "a.jsonl", memory=tmp_path / "memory")
-    (file,) = (tmp_path / "memory").iterdir()
-    parts = json.loads(file.read_text())["parts"]
-    assert parts["a.jsonl"]["survey"].pop("blank") == 1
-    module._write(file, parts)
-    old = opened(tmp_path / "a.jsonl", memory=tmp_path / "memory")
-    assert surveyed == ["a.jsonl"]
-    assert (old.skipped, old.fingerprint, list(old.documents())) == ("", new.fingerprint, list(new.documents()))
-
-
 def test_a_survey_that_was_read_wrongly_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.txt", "text")
     with monkeypatch.context() as patch:

@@ -394,7 +394,7 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
         ("not a whole number of uint16 ids",),
     ),
     "32 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<u4"), ('dtype = "uint32"',)),
-    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("a.bin is not of uint16", 'dtype = "int64"')),
+    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("a.bin is not of uint16", 'dtype = "uint32"')),
     "empty": (lambda p: nanogpt(p / "a.bin", []), ("a.bin is empty",)),
     "large id": (lambda p: nanogpt(p / "a.bin", [*TEXTS, [320]]), ("token id 320", "0 to 319", "vocab_size")),
     "negative id": (lambda p: megatron(p / "a.bin", [*TEXTS, [-1]], code=4), ("token id -1",)),
@@ -442,7 +442,7 @@ def test_data_sets_without_ids_are_refused(name: str, tmp_path: Path, prepare: A
     datasets.Dataset.from_dict({"input_ids": column}).save_to_disk(tmp_path / "set")
     with refused(message):
         prepare(f"hf://{tmp_path}/set")
-    with refused("is a folder written by save_to_disk; give hf:///"):
+    with refused("is a folder; give a pattern", f"or hf://{tmp_path}/set for a data set"):
         prepare(f"{tmp_path}/set")
 
 

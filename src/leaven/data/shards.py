@@ -250,13 +250,10 @@ def _entry(record: ShardRecord) -> dict[str, Any]:
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
     """Return the record of an index entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
-    record = {
-        # Earlier versions wrote more keys.
-        split: ShardFile(*(entry[split][key] for key in COUNTS), blocks=entry[BLOCKS][split])
-        for split in SPLITS
-    }
-    for file in record.values():
-        counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes)]
+    record = {}
+    for split in SPLITS:
+        counts = [operator.index(entry[split][key]) for key in COUNTS]
+        record[split] = file = ShardFile(*counts, entry[BLOCKS][split])
         if min(counts) < 0 or not checksums_fit(file.blocks, file.tokens * dtype.itemsize):
             raise ValueError
     return record

@@ -148,12 +148,9 @@ def _files(source: str) -> list[tuple[str, Path]]:
         return [(SHAKESPEARE.name, SHAKESPEARE)]
     path = storage.expanded(source)
     if os.path.isdir(path):
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            raise InputError(
-                f"data.source {source!r} is a folder written by save_to_disk; give hf://{os.path.abspath(path)}"
-            )
         raise InputError(
-            f"data.source {source!r} is a folder; give a pattern of the files in it, for example '{source}/**/*.txt'"
+            f"data.source {source!r} is a folder; give a pattern of the files in it, for example '{source}/**/*.txt',"
+            f" or hf://{os.path.abspath(path)} for a data set that save_to_disk wrote"
         )
     if os.path.exists(path):
         found = [(path.name, path)]
