@@ -191,7 +191,7 @@ def test_a_tokenizer_without_tokens_for_all_bytes_is_named(tmp_path: Path) -> No
     ):
         for _ in range(2):  # the second time, the tokens are in the cache
             found = prepare(str(tmp_path / "a.txt"), str(tokenizer), 300, tmp_path / "cache")
-            assert [note.startswith("data.tokenizer has no tokens for all bytes") for note in found.lost] == [
+            assert [note.startswith("data.tokenizer has no tokens for all bytes") for note in found.notes] == [
                 True
             ] * named
 

@@ -107,7 +107,6 @@ class Shards:
     validation_bytes: int
     fingerprint: str  # hash of the tokens of both splits; does not depend on the size of the shards
     notes: tuple[str, ...]  # lines for the user, for example about files that were rebuilt
-    lost: tuple[str, ...] = ()  # the notes about damaged files
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
@@ -128,8 +127,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             damage = _build(folder, corpus, encoder, meter, processes)
             found = _open(folder, corpus, encoder.dtype)
     assert found is not None
-    notes = tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items())
-    return replace(found, notes=notes, lost=notes)
+    return replace(found, notes=tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
@@ -252,9 +250,9 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
     """Return the record of an index entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
     record = {}
     for split in SPLITS:
-        counts = [operator.index(entry[split][key]) for key in COUNTS]
-        record[split] = file = ShardFile(*counts, entry[BLOCKS][split])
-        if min(counts) < 0 or not checksums_fit(file.blocks, file.tokens * dtype.itemsize):
+        tokens, documents, n_bytes = (operator.index(entry[split][key]) for key in COUNTS)
+        record[split] = file = ShardFile(tokens, documents, n_bytes, entry[BLOCKS][split])
+        if min(tokens, documents, n_bytes) < 0 or not checksums_fit(file.blocks, file.tokens * dtype.itemsize):
             raise ValueError
     return record
 

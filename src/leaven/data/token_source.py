@@ -135,7 +135,7 @@ class TokenReader:
         content = " ".join([str(FORMAT), str(self.end_of_text), *ids.digests])
         train: list[Tokens] = []
         validation: list[Tokens] = []
-        notes, lost = ids.notes, ids.lost
+        notes = ids.notes
         if others is None:
             for mapped in ids.parts:
                 start = 0
@@ -147,9 +147,9 @@ class TokenReader:
             train = [tokens for mapped in ids.parts for tokens in ids.between(mapped, 0, len(mapped))]
             validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
             content = " ".join([content, *others.digests])
-            notes, lost = notes + others.notes, lost + others.lost
+            notes += others.notes
         fingerprint = storage.digest(content.encode(), 16)
-        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes, lost)
+        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
         """Return the token ids of all parts of a source. Raise InputError if they cannot be used."""
@@ -198,7 +198,7 @@ class TokenReader:
                 "end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text and use "
                 "packed documents"
             )
-        lost = tuple(_same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text))
+        notes += _same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text)
         for ids, survey in zip(mapped.values(), surveys, strict=True):
             for array, checksums in _of_arrays(ids, survey):
                 array.set_checksums(checksums)
@@ -207,8 +207,7 @@ class TokenReader:
             [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
-            notes=(*notes, *lost),
-            lost=lost,
+            notes=tuple(notes),
         )
 
 
@@ -221,7 +220,6 @@ class _SourceIds:
     occurring: int | None  # the end-of-text token, if it is known and occurs in the files
     added: int | None  # the end-of-text token, if it is added after each document
     notes: tuple[str, ...]
-    lost: tuple[str, ...]  # the notes about files that may be incomplete, as they end in many copies of one token id
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
         """Return tokens ``start`` to ``stop - 1`` of ``mapped``. If :attr:`added` is not None, this token

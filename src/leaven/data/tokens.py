@@ -44,8 +44,9 @@ class TokenSet:
     end_of_text: int | None  # id of the end-of-text token; None if unknown
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path | None  # None if all sources have token ids and the recipe names no tokenizer
-    notes: tuple[str, ...] = ()  # lines about skipped documents, rebuilt files and assumptions about token ids
-    lost: tuple[str, ...] = ()  # the notes about data that are skipped, missing or damaged
+    notes: tuple[
+        str, ...
+    ] = ()  # lines about data that are skipped, missing or damaged, and assumptions about token ids
 
     @property
     def train(self) -> ShardedTokens:
@@ -171,11 +172,6 @@ def prepare(
             *skipped,
             *(note for found_parts in parts.values() for note in found_parts.notes),
             *(note for source in sources for note in source.notes),
-        ),
-        lost=(
-            *skipped,
-            *(note for found_parts in parts.values() for note in found_parts.notes),
-            *(note for source in sources for note in source.lost),
         ),
     )
 
