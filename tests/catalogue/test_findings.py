@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.catalogue.published import published
 
-from leaven.catalogue.findings import CHECKS, Case, find, findings, training_checks
+from leaven.catalogue.findings import CHECKS, Case, combined, find, findings, training_checks
 from leaven.catalogue.neighbours import Neighbours
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.documents.catalogue import FindingRow
@@ -187,6 +187,14 @@ def test_a_planted_fault_is_found_and_each_suggestion_fixes_it(
 
 def test_every_check_has_a_planted_fault() -> None:
     assert {check.name for check in CHECKS} == {check for check, *_ in PLANTED} | {"epochs"}
+
+
+def test_the_first_suggestions_of_all_findings_are_combined() -> None:
+    recipe = healthy(hyperparameters__lr=0.02, schedule__warmup_tokens=0)
+    changes = combined(recipe, found(recipe))
+    assert changes.keys() >= {"hyperparameters.lr", "schedule.warmup_tokens"}
+    assert not {"lr", "warm-up"} & outside(recipe.replace(changes))
+    assert combined(healthy(), []) == {}
 
 
 def test_a_suggestion_that_breaks_another_value_is_left_out() -> None:

@@ -18,7 +18,7 @@ from leaven.catalogue.neighbours import first_of_each, ratio
 from leaven.documents.catalogue import FindingRow, Severity
 from leaven.recipe.recipe import Recipe
 
-__all__ = ["CHECKS", "Case", "find", "findings", "first_suggestion"]
+__all__ = ["CHECKS", "Case", "combined", "find", "findings"]
 
 _SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # the worst first
 _ROUNDING = 1.02  # published values are rounded
@@ -68,9 +68,16 @@ def findings(
     return tried
 
 
-def first_suggestion(found: Sequence[FindingRow]) -> Suggestion:
-    """Return the first suggested change of the most severe finding that has one and is more than a note, or {}."""
-    return next((one.mends[0] for one in found if one.severity != "note" and one.mends), {})
+def combined(recipe: Recipe, found: Sequence[FindingRow]) -> Suggestion:
+    """Return the first suggested changes of all findings above a note, together. The most severe finding comes first
+    in ``found``, and decides a value that several change. If the recipe cannot have all changes, return only its."""
+    each = [one.mends[0] for one in found if one.severity != "note" and one.mends]
+    changes = {path: value for suggestion in reversed(each) for path, value in suggestion.items()}
+    try:
+        recipe.replace(changes)
+    except ValueError:
+        return each[0]
+    return changes
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
