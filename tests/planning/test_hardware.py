@@ -253,8 +253,8 @@ def test_cost_of_64_boards_of_700_w_for_a_fortnight() -> None:
 
 
 def test_prices_are_parsed() -> None:
-    prices = {"2.5": (2.5, ""), " € 2.20 ": (2.2, "€"), "2.2 EUR": (2.2, "EUR"), "US$ 2.2": (2.2, "US$")}
-    prices |= {".9": (0.9, ""), "20 kr": (20, "kr"), "3 Kč": (3, "Kč"), "Kč3": (3, "Kč"), "K 20": (20, "K")}
+    prices = {"2.5": (2.5, ""), " € 2.20 ": (2.2, "€"), "2.2 EUR": (2.2, "EUR"), "USD 2.2": (2.2, "USD")}
+    prices |= {".9": (0.9, ""), "₹200": (200, "₹")}
     for text, (amount, currency) in prices.items():
         assert parse_price(text) == Price(amount=amount, currency=currency)
     for text in (
@@ -274,6 +274,7 @@ def test_prices_are_parsed() -> None:
         "M€2",
         "$k2",
         "2.5/M",
+        "20 kr",
         "/2",
     ):
         with pytest.raises(InputError, match=r"write for example 2\.50 or \$2\.50"):

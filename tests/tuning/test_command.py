@@ -617,16 +617,17 @@ def test_every_worker_has_devices_of_its_own(
     assert Path("ran").read_text().splitlines()[-1] == f"{alone} 0"
     for none in ("", "-1", "-1,0"):  # CUDA uses none of them, and not those after -1
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
-        assert "--workers auto: no GPU here" in tune("tiny.toml", "--study", "other", "--workers", "auto", code=2)
+        printed = tune("tiny.toml", "--study", "other", "--workers", "auto", code=2)
+        assert "and those here (0) are enough for 0; give fewer workers" in printed
 
 
 @pytest.mark.parametrize(
     ("here", "devices", "workers", "error"),
     [
-        ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: 8 GPUs here, and every worker needs 2 of its own; give --workers 4"),
-        ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: 8 GPUs here, and every worker needs 1 of its own; give --workers 8"),
-        ("0", 2, "auto", "--workers auto: 1 GPU here, and every worker needs 2 of its own; lower or remove"),
-        ("", 2, 1, "--workers 1: no GPU here; lower or remove the key devices, or name"),
+        ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: each needs its own GPUs (2), and those here (8) are enough for 4"),
+        ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: each needs its own GPUs (1), and those here (8) are enough for 8"),
+        ("0", 2, "auto", "--workers auto: each needs its own GPUs (2), and those here (1) are enough for 0"),
+        ("", 2, 1, "--workers 1: each needs its own GPUs (2), and those here (0) are enough for 0"),
         ("0", 0, 1, "devices: input should be greater than 0"),
     ],
 )  # fmt: skip

@@ -179,7 +179,7 @@ def check(
     If a value is unusual, the command names published runs, says what to set, and exits with code 1. If there are
     only notes, it exits with code 0.
     """
-    from leaven.catalogue.findings import CHECKS, findings, repair
+    from leaven.catalogue.findings import CHECKS, combined, findings
     from leaven.cli import next_commands
     from leaven.data.sources import text_tokens
     from leaven.scaling.table import adamw_rows
@@ -196,7 +196,7 @@ def check(
     if passed:
         following = next_commands.after_check(recipe, read, overrides or ())
     else:
-        following = next_commands.after_findings(repair(read, found, adamw_rows, of_text))
+        following = next_commands.after_findings(combined(read, found))
     document = RecipeCheck(
         name=read.name,
         params=read.model.params,

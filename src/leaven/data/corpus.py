@@ -70,7 +70,7 @@ class Survey:
     digest: str  # hash of the line or row numbers and texts of all documents
     lowest: int  # smallest hash of a document's key
     highest: int  # largest hash of a document's key
-    blank: int  # number of documents without text, such as rows whose text is null; 0 in older cached surveys
+    blank: int  # number of documents without text, such as rows whose text is null
     corrupt: int  # number of lines or rows that cannot be read
     broken: int  # 1 if the whole file or split cannot be used, else 0
     faults: tuple[str, ...]  # one line for each of the first few lines, rows or files that cannot be read
@@ -254,8 +254,7 @@ def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
     :func:`cached_surveys` then reads it again."""
     if values["broken"]:
         raise ValueError
-    # Older surveys do not count blank documents. To count them, all text would be read again, which can take hours.
-    return Survey(**{"blank": 0} | values | {"faults": tuple(values["faults"])})
+    return Survey(**values | {"faults": tuple(values["faults"])})
 
 
 def _survey(part: TextPart, meter: Meter) -> Survey:

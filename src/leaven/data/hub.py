@@ -6,12 +6,10 @@ folder on this machine.
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -20,7 +18,6 @@ import numpy as np
 
 from leaven.data.file_tokens import MappedFile
 from leaven.data.readers import (
-    SUFFIXES,
     BrokenFile,
     FileStamp,
     TextRow,
@@ -37,11 +34,7 @@ INPUT_IDS = "input_ids"
 MASK = "attention_mask"
 """The columns of Hugging Face tokenizers: the token ids, and the mask that is 0 at padding and 1 elsewhere."""
 
-_DATA_FILE = re.compile(r"(?i)\.(arrow|csv|jsonl|ndjson|parquet|tsv)(\.(bz2|gz|xz|zst))?$")
-_ABOUT_DATA = re.compile(
-    r"(?i)readme|licen[cs]e|copying|notice|requirements|(\w+_)?config|stat(e|s|istics)|info|metadata|dataset_(info|dict)"
-    r"|schema|index|vocab|merges|tokenizer|special_tokens|added_tokens"
-)
+_DATA_ENDINGS = {".arrow", ".csv", ".jsonl", ".ndjson", ".parquet", ".tsv"}
 
 
 @dataclass(frozen=True)
@@ -87,25 +80,15 @@ class HubSplit(_Split):
 class HubTokens(_Split):
     """A split whose rows are lists of token ids."""
 
-    @property
-    def identity(self) -> str:
-        """The fingerprint that ``datasets`` computes. Splits with the same fingerprint have the same token ids."""
-        return str(self.dataset._fingerprint)
-
     def open(self) -> MappedTokens:
-        """Return the token ids, mapped into memory. Raise BrokenFile if an id is null, or if the column
-        "attention_mask" marks padding or is invalid."""
+        """Return the token ids, mapped into memory. Raise BrokenFile if an id is null, or if there is a column
+        "attention_mask" that is not all 1."""
         table = self.dataset.data
-        if self.column == INPUT_IDS and MASK in table.column_names:
-            if not _holds_lists(table.schema, MASK, "is_integer", "is_boolean"):
-                kind = table.schema.field(MASK).type
-                raise BrokenFile(f"has {kind} in column {MASK}, not lists of integers; remove the column")
-            for chunk in table.column(MASK).chunks:
-                mask = chunk.flatten()
-                if chunk.null_count or mask.null_count:
-                    raise BrokenFile(f"has nulls in column {MASK}; remove these rows or the column")
-                if (mask.to_numpy(zero_copy_only=False) == 0).any():
-                    raise BrokenFile(f"has padding in column {self.column}; tokenise it again with padding=False")
+        if self.column == INPUT_IDS and MASK in table.column_names and not _all_ones(table):
+            raise BrokenFile(
+                f"has a column {MASK} that is not all 1, such as at padding; tokenise it again with "
+                "padding=False, or remove the column"
+            )
         chunks = table.column(self.column).chunks
         starts = np.cumsum([0, *map(len, chunks)])[:-1]  # number of the first row of each chunk
         rows, files = zip(*_mapped_files(table), strict=True)
@@ -113,6 +96,16 @@ class HubTokens(_Split):
         return arrow_tokens(
             chunks, [files[block] if len(chunk) else () for block, chunk in zip(blocks, chunks, strict=True)]
         )
+
+
+def _all_ones(table: Any) -> bool:
+    """Return whether the column "attention_mask" has lists of integers or booleans, all of them 1 and none null."""
+    if not _holds_lists(table.schema, MASK, "is_integer", "is_boolean"):
+        return False
+    masks = [(chunk.null_count, chunk.flatten()) for chunk in table.column(MASK).chunks]
+    return not any(
+        nulls or mask.null_count or (mask.to_numpy(zero_copy_only=False) == 0).any() for nulls, mask in masks
+    )
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
@@ -221,41 +214,24 @@ def _require_whole_streams(source: str, files: Sequence[str]) -> None:
 
 
 def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
-    """Yield a note if ``datasets`` does not read some data files of a folder, or some links to other folders.
+    """Yield a note if ``datasets`` does not read some data files of a folder, or a link in it to another folder.
 
     There is no note if the README.md of the folder chooses the files.
     """
     if len(builder.builder_configs) > 1 or any(isinstance(split, str) for split in builder.config.data_files or {}):
         return
-    files, left = _data_files(builder), []
-    read, formats = {os.path.realpath(file) for file in files}, {_format(file) for file in files}
-
-    def is_data(name: str) -> bool:
-        other = _format(name) in formats and not _ABOUT_DATA.match(name)
-        return not name.startswith(".") and (other or _DATA_FILE.search(name) is not None)
-
-    def holds_data(place: Path) -> bool:
-        return any(is_data(name) for *_, names in islice(os.walk(place), 1_000) for name in names)
-
+    read, left = {os.path.realpath(file) for file in _data_files(builder)}, []
+    endings = _DATA_ENDINGS | {Path(file).suffix for file in read}
     for base, inner, names in os.walk(folder):
         inner[:] = [name for name in inner if not name.startswith((".", "__"))]
-        links = [path for name in inner if not (path := Path(base, name)).resolve().is_relative_to(folder.resolve())]
-        left += [path for path in links if holds_data(path)]
-        left += [path for name in names if is_data(name) and os.path.realpath(path := Path(base, name)) not in read]
+        data = [name for name in names if not name.startswith(".") and endings & set(Path(name).suffixes)]
+        links = [name for name in inner if Path(base, name).is_symlink()]
+        left += [path for name in (*data, *links) if os.path.realpath(path := Path(base, name)) not in read]
     if left:
-        ending = {Path(str(path)).suffix for path in (*files, *left)}
-        one = len(ending) == len(builder.config.data_files) == 1 and ending <= set(SUFFIXES)  # format and split
-        pattern = f"{folder}/**/*{ending.pop()}" if one else ""
         yield (
-            f"data.source {source!r}: {len(left):,} of {len(left) + len(read):,} data files or links to folders are "
-            f"not read, such as {min(left)}. The package datasets chooses files by name and format, and follows no "
-            f"such link; rename or convert them{pattern and f', or set data.source = {json.dumps(pattern)}'}"
+            f"data.source {source!r}: {len(left):,} data files or links to folders are not read, such as {min(left)};"
+            " the package datasets chooses files by name and format and follows no such link; rename or convert them"
         )
-
-
-def _format(file: str) -> str:
-    """Return the format of a file by its name. JSON and JSON lines have the same reader."""
-    return Path(file).suffix.lower().replace("jsonl", "json")
 
 
 def _is_outdated(builder: Any) -> bool:

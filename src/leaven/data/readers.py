@@ -2,13 +2,12 @@
 
 import io
 import json
-import os
 import re
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from glob import escape, has_magic
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +24,9 @@ SETTLED_NS = 2 * 10**9
 """A file that changed less than this many ns ago may change again without a new modification time."""
 
 _ROWS = 256  # rows whose texts are decoded at a time
-# Rows of a column with a dictionary that are read at a time: each read builds the whole dictionary of a row group.
-_DICTIONARY_ROWS = 2**20
 
-NAMED_SHARDS = 3  # number of missing files that a note names
-# The set, number and count of names such as train-00002-of-00003.parquet. Older files of the Hugging Face Hub have a
-# hash behind the count.
-_SHARD = re.compile(
-    r"(?P<set>.*[-._])(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<hash>-[0-9a-f]{16})?(?P<ending>\..+)", re.DOTALL
-)
+# The set, number, count and ending of names such as train-00002-of-00003.parquet.
+_SHARD = re.compile(r"(.*[-._])(\d{5,6})-of-(\d{5,6})(\..+)", re.DOTALL)
 
 FileStamp = list[int | str]
 """A value that changes when the content of a file changes."""
@@ -51,108 +44,32 @@ def file_stamp(path: Path) -> FileStamp | None:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def file_identity(path: Path) -> Hashable:
-    """Return the device and inode of a file, or the path of a missing file. Links to a file share this value, and
-    so may unrelated files on some network disks."""
-    try:
-        found = path.stat()
-    except OSError:
-        return path
-    return found.st_dev, found.st_ino
-
-
-def missing_shards(source: str, files: Iterable[Path], pattern: str | None = None) -> Iterator[str]:
+def missing_shards(source: str, files: Iterable[Path], pattern: str = "*") -> Iterator[str]:
     """Yield a note if files are missing, according to names such as train-00002-of-00003.parquet.
 
     Names that differ only in the number are one set, also in several folders. But if two folders have the same
-    number, each folder has a set of its own. Numbers begin at 0, or at 1 if the file with the last number exists
-    (00003 in a set of 3). Missing files that the source does not match are ignored, because a user may choose only
-    some of the files on purpose.
-
-    Args:
-        source: the source, as the recipe names it.
-        files: the files of the source.
-        pattern: the name or pattern of names in ``source``; None if the source is a folder.
+    number, each folder has a set of its own. Numbers begin at 0, or at 1 if the file with the last number exists.
+    Files whose names ``pattern`` does not match are not missing, because a user may want only some of the files.
     """
-    found: dict[tuple[str, str], dict[Path, dict[int, re.Match[str]]]] = {}  # by name and count, then by folder
+    folders: dict[tuple[str, str, str], dict[Path, set[int]]] = {}
     for path in files:
         if name := _SHARD.fullmatch(path.name):
-            of_name = found.setdefault((name["set"], name["count"]), {})
-            of_name.setdefault(path.parent, {})[int(name["number"])] = name
-    sets: list[tuple[list[Path], dict[int, re.Match[str]]]] = []
-    for by_folder in found.values():
-        together = {number: name for shards in by_folder.values() for number, name in shards.items()}
-        if len(together) == sum(map(len, by_folder.values())):
-            sets.append((list(by_folder), together))
-        else:  # a number is in two folders, so each folder has a set of its own
-            sets += [([folder], shards) for folder, shards in by_folder.items()]
-    total, missing = 0, 0
-    named: list[str] = []
-    chosen = ""
-    for folders, shards in sets:
-        one = next(iter(shards.values()))
-        away = _missing_numbers(shards, folders, pattern)
-        if not away:
-            continue
-        # With several folders, nobody knows which of them should have the file.
-        place = "" if len(folders) > 1 else os.path.join(*folders, "")
-        total += int(one["count"])
-        missing += len(away)
-        named += [place + _shard_name(one, number) for number in away[:NAMED_SHARDS]]
-        chosen = chosen or place + _pattern_of(shards, one)
+            before, number, count, ending = name.groups()
+            folders.setdefault((before, count, ending), {}).setdefault(path.parent, set()).add(int(number))
+    missing = []
+    for (before, count, ending), found in folders.items():
+        together = set[int]().union(*found.values())
+        spread = len(found) > 1 and len(together) == sum(map(len, found.values()))
+        for folder, numbers in {Path(): together}.items() if spread else found.items():
+            first = int(int(count) in numbers)
+            away = (number for number in range(first, first + int(count)) if number not in numbers)
+            names = (f"{before}{number:0{len(count)}}-of-{count}{ending}" for number in away)
+            missing += [str(folder / name) for name in islice((name for name in names if fnmatch(name, pattern)), 1)]
     if missing:
-        are = "is" if missing == 1 else "are"
-        names = ", ".join([*named[:NAMED_SHARDS], *["..."] * (missing > NAMED_SHARDS)])
         yield (
-            f"data.source {source!r}: by their names, there should be {total:,} files, but {missing:,} {are} "
-            f"missing: {names}; if a download was interrupted, repeat it, or name only the files that you want, such "
-            f"as {chosen}"
+            f"data.source {source!r}: by the names of the others, files are missing, such as {missing[0]}; if a "
+            "download was interrupted, repeat it, or name only the files that you want"
         )
-
-
-def _missing_numbers(
-    shards: Mapping[int, re.Match[str]], folders: Iterable[Path], pattern: str | None
-) -> Sequence[int]:
-    """Return the numbers of a set's files that ``pattern`` matches, but that are in none of the folders."""
-    one = next(iter(shards.values()))
-    count = int(one["count"])
-    first = int(count in shards)
-    numbers: Sequence[int] = range(first, first + count)
-    # Numbers outside of this range mean something else.
-    if len(shards) == count or not (min(shards) in numbers and max(shards) in numbers):
-        return []
-    if pattern is not None:
-        if not has_magic(pattern):
-            return []  # a single file
-        # The name with "\0" for its digits matches only if the number does not matter. It saves making every name.
-        any_number = _shard_name(one, "\0" * len(one["number"]))
-        if "[" in pattern or not fnmatch(any_number, pattern):
-            numbers = [number for number in numbers if fnmatch(_shard_name(one, number), pattern)]
-    away = [number for number in numbers if number not in shards]
-    if not away:
-        return []  # the folder of a few chosen files may not be listed
-    found = (_SHARD.fullmatch(name) for folder in folders for name in os.listdir(folder))
-    parts = ("set", "count", "ending")
-    present = {int(each["number"]) for each in found if each and each.group(*parts) == one.group(*parts)}
-    return [number for number in away if number not in present]
-
-
-def _shard_name(one: re.Match[str], number: int | str) -> str:
-    """Return the name of another file of the set of ``one``, with a wildcard for its hash. ``number`` may be its
-    digits."""
-    digits = number if isinstance(number, str) else f"{number:0{len(one['number'])}}"
-    return f"{one['set']}{digits}-of-{one['count']}{'-*' if one['hash'] else ''}{one['ending']}"
-
-
-def _pattern_of(numbers: Iterable[int], one: re.Match[str]) -> str:
-    """Return a pattern that matches the first files of a set, and no missing file, such as train-0000[0-2]-*."""
-    first = min(numbers)
-    last_digits = [number % 10 for number in sorted(numbers) if number // 10 == first // 10]
-    low, high = last_digits[0], last_digits[-1]
-    digits = f"{low}-{high}" if high - low + 1 == len(last_digits) > 2 else "".join(map(str, last_digits))
-    digits = f"[{digits}]" if len(last_digits) > 1 else digits
-    tens = f"{first:0{len(one['number'])}}"[:-1]
-    return f"{escape(one['set'])}{tens}{digits}-*"
 
 
 class TextRow(NamedTuple):
@@ -182,10 +99,6 @@ class File:
     @property
     def size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
-
-    @property
-    def identity(self) -> Hashable:
-        return file_identity(self.path)
 
     def stamp(self) -> FileStamp | None:
         return file_stamp(self.path)
@@ -255,25 +168,21 @@ def _json_row(place: str, line: bytes, text: str) -> TextRow:
 
 def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
     _pyarrow(path)
-    from pyarrow import parquet, types
+    from pyarrow import parquet
 
     with parquet.ParquetFile(path, page_checksum_verification=True) as file:
         require_text_column(file.schema_arrow, text)
-        size = _DICTIONARY_ROWS if types.is_dictionary(file.schema_arrow.field(text).type) else _ROWS
-        yield from column_rows(rows.column(0) for rows in file.iter_batches(batch_size=size, columns=[text]))
+        yield from column_rows(rows.column(0) for rows in file.iter_batches(batch_size=_ROWS, columns=[text]))
 
 
 def require_text_column(schema: Any, text: str) -> None:
-    """Raise BrokenFile if an Arrow schema has no column of strings that is named ``text``. The strings may be
-    encoded with a dictionary."""
+    """Raise BrokenFile if an Arrow schema has no column of strings that is named ``text``."""
     from pyarrow import types
 
     if text not in schema.names:
         columns = ", ".join(schema.names)
         raise BrokenFile(f"has no column {text}, only {columns}; name one: source = [{{ source = ..., text = ... }}]")
     kind = schema.field(text).type
-    if types.is_dictionary(kind):  # a category of pandas
-        kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view"):
         hint = "; to train on lists of token ids in parquet files, give their folder as hf:///folder"
         hint *= types.is_list(kind) and types.is_integer(kind.value_type)
@@ -285,8 +194,7 @@ def column_rows(chunks: Iterable[Any]) -> Iterator[TextRow]:
     import pyarrow
 
     number = 0
-    for encoded in (chunk.slice(start, _ROWS) for chunk in chunks for start in range(0, len(chunk), _ROWS)):
-        chunk = encoded.dictionary_decode() if pyarrow.types.is_dictionary(encoded.type) else encoded
+    for chunk in chunks:
         # Rows are decoded one by one, because some may be invalid UTF-8.
         binary = pyarrow.large_binary() if pyarrow.types.is_large_string(chunk.type) else pyarrow.binary()
         for raw in chunk.cast(binary).to_pylist():

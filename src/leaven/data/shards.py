@@ -4,16 +4,15 @@ A shard has the tokens of `SHARD_BATCHES` batches of text, in one file for train
 validation. Finished shards are listed in ``shards.jsonl``, so a killed process loses only one shard.
 When all shards are finished, ``index.json`` is written.
 
-At the start of a run, the size of each file is compared with the index. If a file is newer than the
-index, its checksum is compared as well. Missing and damaged shards are written again.
+At the start of a run, the size of each file is compared with the index. Missing and truncated shards are written
+again. The content of a file is compared with its checksums when it is read.
 """
 
 import json
 import operator
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
@@ -29,14 +28,14 @@ from leaven.data.pool import PieceBatch, encode_in_order
 from leaven.data.stream import Tokens
 from leaven.data.tokenizer import Encoder, pieces
 from leaven.documents import digest_of
+from leaven.errors import InputError
 
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
 SHARD_BATCHES = 32
 BLOCKS = "blocks"  # key of the checksums of blocks
+COUNTS = ("tokens", "documents", "bytes")  # keys of the counts of a file
 DIGEST = "digest"  # key of the hash of all other keys of an index
-TEXT = "text"  # key of the digest of a shard's text in shards.jsonl
-UNKNOWN_SHARE = 0.01  # largest share of a text without tokens that needs no note
 ADVICE = "remove it and run the same command again, which writes it again from the text"
 
 
@@ -86,14 +85,12 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The sizes and the checksum of one file of a shard."""
+    """The sizes and the checksums of one file of a shard."""
 
     tokens: int  # number of tokens
     documents: int  # number of documents that end in this file
     bytes: int  # bytes of UTF-8 text that the tokens encode
-    blake2b: str  # checksum of the file
     blocks: str = ""  # checksums of the file's blocks, from BlockChecksums; "" until the file is complete
-    unknown: int = 0  # estimated bytes of text for which the tokenizer has no tokens; 0 in older indexes
 
 
 ShardRecord = dict[str, ShardFile]
@@ -110,7 +107,6 @@ class Shards:
     validation_bytes: int
     fingerprint: str  # hash of the tokens of both splits; does not depend on the size of the shards
     notes: tuple[str, ...]  # lines for the user, for example about files that were rebuilt
-    lost: tuple[str, ...] = ()  # the notes about damaged files and about text without tokens
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
@@ -131,8 +127,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             damage = _build(folder, corpus, encoder, meter, processes)
             found = _open(folder, corpus, encoder.dtype)
     assert found is not None
-    notes = (*found.notes, *(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
-    return replace(found, notes=notes, lost=notes)
+    return replace(found, notes=tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
@@ -141,32 +136,20 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
     try:
         index: dict[str, Any] = storage.json_object(storage.read(path)) or {}
         digest = index.pop(DIGEST)
-        checked = path.stat().st_mtime_ns
         records = [_record(entry, dtype) for entry in index["shards"]]
         fingerprint = index["fingerprint"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     if digest != digest_of(index) or not _has_all(records, corpus):
         return None
-    if any(_damage(folder, shard, record, dtype, checked) for shard, record in enumerate(records)):
+    if any(_damage(folder, shard, record, dtype) for shard, record in enumerate(records)):
         return None
-    files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
-    newest = max(file.stat().st_mtime_ns for file in files)
-    if newest >= checked:  # its checksum is right: make the index newer, so that it is not computed next time
-        with suppress(OSError):  # the folder cannot be written
-            os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (
         ShardedTokens([_tokens(folder, split, shard, record, dtype) for shard, record in enumerate(records)])
         for split in SPLITS
     )
     train_bytes, validation_bytes = (sum(record[split].bytes for record in records) for split in SPLITS)
-    unknown = sum(record[split].unknown for record in records for split in SPLITS) / corpus.n_bytes
-    note = (
-        f"data.source {corpus.source!r}: about {unknown:.0%} of the text has no tokens in data.tokenizer and becomes "
-        "unknown tokens or is left out; give a tokenizer that was made for such text"
-    )
-    notes = (note,) if unknown > UNKNOWN_SHARE else ()
-    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, notes, lost=notes)
+    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, ())
 
 
 def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
@@ -180,13 +163,10 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     """Write missing and damaged shards, then the index. Write all shards if existing shards do not fit the
     text. Return why each file was rebuilt, such as "was missing". The caller must hold the folder's lock."""
     records: dict[int, ShardRecord] = {}
-    known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
-    texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard
     log = folder / "shards.jsonl"
     for entry in storage.read_json_lines(log).documents:
         with suppress(KeyError, TypeError, ValueError):
-            shard = operator.index(entry["shard"])
-            known[shard], records[shard] = entry[TEXT], _record(entry, encoder.dtype)
+            records[operator.index(entry["shard"])] = _record(entry, encoder.dtype)
     damage: dict[Path, str] = {}
     for shard, record in list(records.items()):
         if found := _damage(folder, shard, record, encoder.dtype):
@@ -197,46 +177,40 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         remains.unlink(missing_ok=True)
 
     def missing() -> Iterator[tuple[int, PieceBatch]]:
-        for number, batch in enumerate(_batches(corpus)):
-            shard = number // SHARD_BATCHES
-            text = texts.setdefault(shard, blake2b(digest_size=16))
-            for piece in batch:
-                text.update(b"%d%d%d:%s" % (piece.validation, piece.last, len(piece.text), piece.text.encode()))
-            if shard in records:
-                meter.advance(sum(len(piece.text.encode()) for piece in batch))
-            else:
-                yield shard, batch
+        try:
+            for number, batch in enumerate(_batches(corpus)):
+                shard = number // SHARD_BATCHES
+                if shard in records:
+                    meter.advance(sum(len(piece.text.encode()) for piece in batch))
+                else:
+                    yield shard, batch
+        except InputError:  # the text has changed since it was surveyed, so finished shards may have another text
+            log.unlink(missing_ok=True)
+            raise
 
     with closing(encode_in_order(encoder, missing(), corpus.n_bytes, processes)) as results:
         for shard, done in groupby(results, key=lambda result: result[0]):
-            record = dict.fromkeys(SPLITS, ShardFile(0, 0, 0, ""))
+            record = dict.fromkeys(SPLITS, ShardFile(0, 0, 0))
             with ExitStack() as stack:
                 files = {
                     split: stack.enter_context(storage.replacing(_file(folder, split, shard))) for split in SPLITS
                 }
-                checksums = {split: blake2b(digest_size=16) for split in SPLITS}
                 blocks = {split: BlockChecksums() for split in SPLITS}
                 for _, sides in done:
                     for split, encoded in zip(SPLITS, sides, strict=True):
                         files[split].write(encoded.ids.data)
-                        checksums[split].update(encoded.ids.data)
                         blocks[split].update(encoded.ids.data)
                         sums = record[split]
                         record[split] = ShardFile(
                             tokens=sums.tokens + len(encoded.ids),
                             documents=sums.documents + encoded.documents,
                             bytes=sums.bytes + encoded.bytes,
-                            blake2b=checksums[split].hexdigest(),
-                            unknown=sums.unknown + encoded.unknown,
                         )
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
-            known[shard] = texts[shard].hexdigest()
-            storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]))
+            storage.append_json(log, {"shard": shard} | _entry(records[shard]))
     ordered = [records[shard] for shard in sorted(records)]
-    # Shards of an earlier build that was stopped have another text if a source file changed meanwhile.
-    other = any(known[shard] != text.hexdigest() for shard, text in texts.items())
-    if log_used and (other or not _has_all(ordered, corpus)):  # write all shards again
+    if log_used and not _has_all(ordered, corpus):  # write all shards again
         log.unlink()
         return damage | {log: "did not fit the text"} | _build(folder, corpus, encoder, meter, processes)
     index = {
@@ -268,34 +242,30 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
     """Return the index entry of a shard, with the checksums of blocks under the separate key "blocks"."""
-    files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
+    files = {split: {key: getattr(record[split], key) for key in COUNTS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
     """Return the record of an index entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
-    record = {split: ShardFile(**entry[split], blocks=entry[BLOCKS][split]) for split in SPLITS}
-    for file in record.values():
-        counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes, file.unknown)]
-        if min(counts) < 0 or not checksums_fit(file.blocks, file.tokens * dtype.itemsize):
+    record = {}
+    for split in SPLITS:
+        tokens, documents, n_bytes = (operator.index(entry[split][key]) for key in COUNTS)
+        record[split] = file = ShardFile(tokens, documents, n_bytes, entry[BLOCKS][split])
+        if min(tokens, documents, n_bytes) < 0 or not checksums_fit(file.blocks, file.tokens * dtype.itemsize):
             raise ValueError
     return record
 
 
-def _damage(
-    folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
-) -> dict[Path, str]:
-    """Return what is wrong with each damaged file of a shard, by path. Checksums are compared only for files that
-    were modified at ``checked_ns`` (a Unix time) or later."""
+def _damage(folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any]) -> dict[Path, str]:
+    """Return what is wrong with each missing or truncated file of a shard, by path."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize
         if not file.exists():
             damage[file] = "was missing"
-        elif (found := file.stat()).st_size != size:
-            damage[file] = f"had {found.st_size:,} of {size:,} bytes"
-        elif found.st_mtime_ns >= checked_ns and record[split].blake2b != _checksum(file):
-            damage[file] = "had a wrong checksum"
+        elif (found := file.stat().st_size) != size:
+            damage[file] = f"had {found:,} of {size:,} bytes"
     return damage
 
 
@@ -307,11 +277,6 @@ def _tokens(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np
     tokens = FileTokens(_file(folder, split, shard), dtype, record[split].tokens, advice=ADVICE)
     tokens.set_checksums(record[split].blocks)
     return tokens
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as content:
-        return storage.digest(content, 16)
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:

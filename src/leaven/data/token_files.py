@@ -9,7 +9,7 @@
 
 import os
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaven.data.file_tokens import ArrayTokens, FileTokens, MappedFile
-from leaven.data.readers import BrokenFile, FileStamp, file_identity, file_stamp
+from leaven.data.readers import BrokenFile, FileStamp, file_stamp
 from leaven.storage import require_file
 
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -62,10 +62,6 @@ class TokenFile:
     @property
     def name(self) -> str:
         return str(self.path)
-
-    @property
-    def identity(self) -> Hashable:
-        return file_identity(self.path)
 
     @property
     def index(self) -> Path | None:
@@ -124,12 +120,9 @@ class TokenFile:
                 f"has {size:,} bytes, not a whole number of {dtype.name} ids; copy it again, or give its own dtype"
             )
         ids = _tokens(self.path, dtype)
-        # If 32-bit ids are read as 16-bit numbers, every second number is 0; for 64-bit ids, three of four are 0.
-        start, size = ids[:_CHECKED_IDS], dtype.itemsize
-        while size < 8 and len(start) > 1 and not start[1::2].any() and start.any():
-            start, size = start[::2], 2 * size
-        if size > dtype.itemsize:
-            wider = {2: "uint16", 4: "uint32", 8: "int64"}[size]
+        start = ids[:_CHECKED_IDS]
+        if dtype.itemsize < 8 and len(start) > 1 and start.any() and not start[1::2].any():
+            wider = {1: "uint16", 2: "uint32", 4: "int64"}[dtype.itemsize]
             raise BrokenFile(
                 f"is not of {dtype.name}: if it is read as {dtype.name}, every second id is 0; "
                 f'write source = [{{ source = ..., dtype = "{wider}" }}]'
@@ -171,27 +164,24 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     # After the header: the length and the place (in bytes) of each sequence, and the first sequence of each document.
     whole = _MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
+    damaged = BrokenFile(
+        f"has an index {index.name} that does not fit it; copy both files again, or write them again"
+    )
     if size != whole:
-        raise BrokenFile(
-            f"has an index {index.name} of {size:,} bytes, but {sequences:,} sequences and {documents:,} documents "
-            f"need {whole:,}; copy it again"
-        )
+        raise damaged
     lengths = np.frombuffer(raw, "<i4", sequences, _MEGATRON_HEADER.size)
     places = np.frombuffer(raw, "<i8", sequences, _MEGATRON_HEADER.size + 4 * sequences)
     firsts = np.frombuffer(raw, "<i8", documents, whole - 8 * documents)
     stops = np.cumsum(lengths, dtype=np.int64)
     tokens = int(stops[-1]) if sequences else 0
     if tokens * dtype.itemsize != path.stat().st_size:
-        raise BrokenFile(
-            f"has {path.stat().st_size:,} bytes, but {index.name} describes {tokens:,} tokens of "
-            f"{dtype.itemsize} bytes; copy both files again"
-        )
+        raise damaged
     if lengths.min() < 0 or (places != (stops - lengths) * dtype.itemsize).any():
-        raise BrokenFile(f"has an index {index.name} whose sequences do not follow one another; write it again")
+        raise damaged
     ends = stops  # as in Megatron-LM's GPTDataset, where each sequence is a document
     if documents and firsts[-1] == sequences:
         if firsts[0] != 0 or (np.diff(firsts) < 0).any():
-            raise BrokenFile(f"has an index {index.name} whose documents are not in order; write it again")
+            raise damaged
         ends = np.concatenate([[0], stops])[firsts]
     return MappedTokens((_tokens(path, dtype),), ends[np.diff(ends, prepend=0) > 0])  # without empty documents
 

@@ -4,7 +4,7 @@ Before the first run, all ids are read, to check them and to compute checksums. 
 changes. A part of a source is one file, or one split of a Hugging Face data set.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -72,33 +72,25 @@ class DocumentTokens:
 
 
 def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
-    """Yield each part of a source with its use: "train", "validation", or "both" (a share is held out)."""
+    """Yield each part of a source with its use."""
     for part in parts.ids:
-        yield part, "train" if parts.validation else "both"
+        yield part, "for training" if parts.validation else "a part of it for validation"
     for part in parts.validation:
-        yield part, "validation"
+        yield part, "for validation"
 
 
-def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Raise InputError if the same token ids have two uses, such as "train" and "validation" (see :func:`uses`).
+def refuse_two_uses(used: Iterable[tuple[str, TokenPart, str]]) -> None:
+    """Raise InputError if the same token ids have two uses, such as training and validation (see :func:`uses`).
 
-    ``used``: (identity, part, use) of each part. Parts have the same identity if they have the same ids.
+    ``used``: (digest of the ids, part, use) of each part.
     """
-    first: dict[Hashable, dict[str, TokenPart]] = {}
-    for identity, part, use in used:
-        found = first.setdefault(identity, {})
-        found.setdefault(use, part)
-        if len(found) > 1 and "validation" in found:
-            trained = next(part for use, part in found.items() if use != "validation")
+    first: dict[str, tuple[TokenPart, str]] = {}
+    for digest, part, use in used:
+        other, before = first.setdefault(digest, (part, use))
+        if use != before:
             raise InputError(
-                f"{found['validation'].name} in validation has the same ids as {trained.name} in the source; "
-                "give other files, or remove validation to hold out a part of the source"
-            )
-        if len(found) > 1:
-            raise InputError(
-                f"{found['both'].name} and {found['train'].name} have the same token ids; leaven would hold out a "
-                "part of the first for validation, but train on all of the second, because only the second source "
-                "has its own validation data; set validation in both sources or in neither"
+                f"{other.name} ({before}) and {part.name} ({use}) have the same token ids, and leaven would validate "
+                "on tokens that it trains on; give other files, or the same validation in both sources"
             )
 
 
@@ -143,7 +135,7 @@ class TokenReader:
         content = " ".join([str(FORMAT), str(self.end_of_text), *ids.digests])
         train: list[Tokens] = []
         validation: list[Tokens] = []
-        notes, lost = ids.notes, ids.lost
+        notes = ids.notes
         if others is None:
             for mapped in ids.parts:
                 start = 0
@@ -155,9 +147,9 @@ class TokenReader:
             train = [tokens for mapped in ids.parts for tokens in ids.between(mapped, 0, len(mapped))]
             validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
             content = " ".join([content, *others.digests])
-            notes, lost = notes + others.notes, lost + others.lost
+            notes += others.notes
         fingerprint = storage.digest(content.encode(), 16)
-        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes, lost)
+        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
         """Return the token ids of all parts of a source. Raise InputError if they cannot be used."""
@@ -206,7 +198,7 @@ class TokenReader:
                 "end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text and use "
                 "packed documents"
             )
-        lost = tuple(_same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text))
+        notes += _same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text)
         for ids, survey in zip(mapped.values(), surveys, strict=True):
             for array, checksums in _of_arrays(ids, survey):
                 array.set_checksums(checksums)
@@ -215,8 +207,7 @@ class TokenReader:
             [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
-            notes=(*notes, *lost),
-            lost=lost,
+            notes=tuple(notes),
         )
 
 
@@ -229,7 +220,6 @@ class _SourceIds:
     occurring: int | None  # the end-of-text token, if it is known and occurs in the files
     added: int | None  # the end-of-text token, if it is added after each document
     notes: tuple[str, ...]
-    lost: tuple[str, ...]  # the notes about files that may be incomplete, as they end in many copies of one token id
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
         """Return tokens ``start`` to ``stop - 1`` of ``mapped``. If :attr:`added` is not None, this token
@@ -287,23 +277,14 @@ def _same_at_the_end(
     for name, mapped in files:
         end = ShardedTokens(mapped.arrays)[max(len(mapped) - LONGEST_END - 1, 0) :]
         if len(end) > LONGEST_END and end[0] != end_of_text and (end == end[0]).all():
-            found.append((name, mapped))
+            found.append((name, int(end[0])))
     if not found:
         return
-    name, mapped = found[0]
-    tokens, size = ShardedTokens(mapped.arrays), len(mapped)
-    last, start = int(tokens[size - 1 :][0]), size
-    while start:
-        first = max(start - _BLOCK, 0)
-        others = np.flatnonzero(tokens[first:start] != last)
-        if others.size:
-            start = first + int(others[-1]) + 1
-            break
-        start = first
-    end_with = f"files end with more than {LONGEST_END:,} equal token ids, such as {name}"
-    line = f"{source}: {len(found):,} of {len(files):,} {end_with}: the last {size - start:,} of {size:,} ids are all"
-    line += f" {last:,}; if a program was stopped while it wrote them, write them again"
-    yield line.encode(errors="replace").decode()  # a file name can be invalid UTF-8
+    line = (
+        f"{source}: {len(found):,} of {len(files):,} files end with more than {LONGEST_END:,} equal token ids, such "
+    )
+    line += f"as {found[0][0]}, which ends with {found[0][1]:,}; if a program was stopped while it wrote them, write "
+    yield f"{line}them again".encode(errors="replace").decode()  # a file name can be invalid UTF-8
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:

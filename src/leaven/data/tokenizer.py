@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,9 +30,6 @@ square of this length."""
 TRAINING_BYTES = 2**26
 """Approximate limit on the bytes of text on which a BPE is trained. Training takes 0.1 s per MB on two cores."""
 
-SAMPLE_PIECES, SAMPLE_CHARACTERS = 128, 2**15
-"""Largest sample of the pieces that are encoded at once, in which characters without tokens are counted."""
-
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
@@ -53,7 +49,6 @@ class Encoded(NamedTuple):
     ids: NDArray[Any]
     documents: int  # number of documents that end in these pieces
     bytes: int  # bytes of UTF-8 text in these pieces
-    unknown: int  # bytes of text for which the tokenizer has no tokens, estimated from a sample
 
 
 @dataclass(frozen=True)
@@ -79,11 +74,13 @@ class Encoder:
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
     @cached_property
-    def unknown_id(self) -> int | None:
-        """The id of the token for unknown text, if the tokenizer has one."""
-        model = json.loads(self.tokenizer.to_str())["model"]
-        name, id = model.get("unk_token"), model.get("unk_id")
-        return id if name is None else self.tokenizer.token_to_id(name)
+    def has_all_bytes(self) -> bool:
+        """Return whether the tokenizer has a token for each byte, and so tokens for any text."""
+        document, vocabulary = json.loads(self.tokenizer.to_str()), self.tokenizer.get_vocab()
+        if "ByteLevel" in json.dumps(document["pre_tokenizer"]):
+            return vocabulary.keys() >= set(_library().pre_tokenizers.ByteLevel.alphabet())
+        each = {f"<0x{byte:02X}>" for byte in range(256)}
+        return bool(document["model"].get("byte_fallback")) and vocabulary.keys() >= each
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
         """Return the tokens of the training pieces, and the tokens of the validation pieces."""
@@ -97,34 +94,10 @@ class Encoder:
                 ids[piece.validation].append(end)
             documents[piece.validation] += piece.last
             n_bytes[piece.validation] += len(piece.text.encode())
-        share = self._unknown_share([piece.text for piece in pieces])
         train, validation = (
-            Encoded(np.array(ids[side], dtype=self.dtype), documents[side], size, round(share * size))
-            for side, size in enumerate(n_bytes)
+            Encoded(np.array(ids[side], dtype=self.dtype), documents[side], size) for side, size in enumerate(n_bytes)
         )
         return train, validation
-
-    def _unknown_share(self, texts: Sequence[str]) -> float:
-        """Estimate the share of characters, without spaces, that get the unknown token or no token.
-
-        The estimate uses a sample: the middle of each text, or of every n-th text if there are many.
-        """
-        some = texts[:: max(-(-len(texts) // SAMPLE_PIECES), 1)] or [""]
-        size, total, lost = SAMPLE_CHARACTERS // len(some), 0, 0
-        cuts = [text[(start := max(len(text) - size, 0) // 2) : start + size] for text in some]
-        # Words that are cut may be unknown for that reason.
-        whole = [cut.partition(" ")[2].rpartition(" ")[0] or cut for cut in cuts]
-        # A character that the tokenizer composes has the offsets of its first code point.
-        if self.tokenizer.normalizer and "é" in self.tokenizer.normalizer.normalize_str("e\u0301"):
-            whole = [unicodedata.normalize("NFC", text) for text in whole]
-        for text, encoding in zip(whole, self.tokenizer.encode_batch(whole, add_special_tokens=False), strict=True):
-            rest = [*text]
-            for (start, stop), id in zip(encoding.offsets, encoding.ids, strict=True):
-                if id != self.unknown_id:
-                    rest[start:stop] = " " * (stop - start)
-            total += sum(map(len, text.split()))
-            lost += sum(map(len, "".join(rest).split()))
-        return lost / max(total, 1)
 
 
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter, OnProgress, open_corpora
 from leaven.data.hub import SCHEME
-from leaven.data.readers import File
 from leaven.data.shards import ShardedTokens, Shards, shards
-from leaven.data.sources import SourceParts, TextPart, same_files, source_parts
+from leaven.data.sources import SourceParts, refuse_repeated_files, source_parts
 from leaven.data.stream import Mixture, Stream, validation_windows
-from leaven.data.token_source import TokenReader, refuse_two_uses, uses
+from leaven.data.token_source import TokenReader
 from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
 from leaven.errors import InputError
 from leaven.recipe.data import Data
@@ -45,8 +44,9 @@ class TokenSet:
     end_of_text: int | None  # id of the end-of-text token; None if unknown
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path | None  # None if all sources have token ids and the recipe names no tokenizer
-    notes: tuple[str, ...] = ()  # lines about skipped documents, rebuilt files and assumptions about token ids
-    lost: tuple[str, ...] = ()  # the notes about data that are skipped, missing or damaged
+    notes: tuple[
+        str, ...
+    ] = ()  # lines about data that are skipped, missing or damaged, and assumptions about token ids
 
     @property
     def train(self) -> ShardedTokens:
@@ -116,7 +116,7 @@ def prepare(
     parts = {source.source: source_parts(source) for source in data.sources}
     of_ids = {name: found for name, found in parts.items() if found.ids}
     _validate(data, vocab_size, of_ids)
-    _refuse_two_sources({name: found.texts for name, found in parts.items()})
+    refuse_repeated_files(parts)
     cache = storage.expanded(cache or cache_folder())
     texts = [source for source in data.sources if source.source not in of_ids]
     given = given_tokenizer(data.tokenizer, vocab_size) if texts or data.tokenizer != "bpe" else None
@@ -152,6 +152,11 @@ def prepare(
         ) from None
     sources = [found[source.source] for source in data.sources]
     skipped = [corpus.skipped for corpus in corpora if corpus.skipped]
+    if texts and encoder is not None and not encoder.has_all_bytes:
+        skipped.append(
+            "data.tokenizer has no tokens for all bytes: text that its vocabulary lacks becomes unknown tokens or is "
+            "left out; give a byte-level tokenizer, or one with byte_fallback, to keep all text"
+        )
     fingerprint = sources[0].fingerprint
     if len(sources) > 1:
         fingerprint = storage.digest("".join(source.fingerprint for source in sources).encode(), 16)
@@ -167,11 +172,6 @@ def prepare(
             *skipped,
             *(note for found_parts in parts.values() for note in found_parts.notes),
             *(note for source in sources for note in source.notes),
-        ),
-        lost=(
-            *skipped,
-            *(note for found_parts in parts.values() for note in found_parts.lost),
-            *(note for source in sources for note in source.lost),
         ),
     )
 
@@ -195,20 +195,6 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
         if data.end_of_text >= vocab_size:
             raise InputError(
                 f"end_of_text {data.end_of_text:,} is not below vocab_size {vocab_size:,}; give the id of a token"
-            )
-    refuse_two_uses((part.identity, part, use) for found in of_ids.values() for part, use in uses(found))
-
-
-def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
-    """Raise InputError if a text file belongs to two sources."""
-    owned = [(part, source) for source, parts in texts.items() for part in parts if isinstance(part, File)]
-    for same in same_files([file for file, _ in owned]):
-        names = [*dict.fromkeys(owned[at][1] for at in same)]
-        if len(names) > 1:
-            raise InputError(
-                f"{owned[same[0]][0].path.resolve()} belongs to two sources, {names[0]!r} and {names[1]!r}, so a "
-                "document could be used for both training and validation; change the patterns so that it belongs to "
-                "one source"
             )
 
 

@@ -6,11 +6,9 @@ from leaven.documents.planning import CostRow, Price
 from leaven.errors import InputError
 from leaven.planning.hardware import Cluster
 
-# An amount, and a currency before or after it. The k in 2.5k, 2.5k€ and k2.5, and the /M in 2.5/M, are no currency.
-_PRICE = re.compile(
-    r"\s*(?!/|[^\w\s]?[kKmMgGbBtT](?:\d|[^\w\s]))([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-    r"\s*(?!/|[^\w\s]?[kKmMgGbBtT]\s*(?:$|[^\w\s]))([^\d\s.,+\-]{0,3})\s*"
-)
+# An amount, and a currency before or after it: a sign, or three capital letters.
+_CURRENCY = r"([^\w\s.,+\-/]|[A-Z]{3}|)"
+_PRICE = re.compile(rf"\s*{_CURRENCY}\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*{_CURRENCY}\s*")
 # Power of the building / power of the boards. 1 counts only the boards, because what hosts, network and cooling add
 # (often 50%) differs from place to place.
 _PUE = 1.0

@@ -68,10 +68,10 @@ def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     here = devices_here()
     most = len(here) // each
     if (workers or 1) > most:
-        count = f"{len(here)} GPU{'s' if len(here) > 1 else ''} here, and every worker needs {each} of its own"
-        change = "give the number of workers" if workers is None and each == 1 else "lower or remove the key devices"
-        hint = f"give --workers {most} or fewer" if most else f"{change}, or name the GPUs in {VISIBLE}"
-        raise InputError(f"--workers {workers or 'auto'}: {count if here else 'no GPU here'}; {hint}")
+        raise InputError(
+            f"--workers {workers or 'auto'}: each needs its own GPUs ({each}), and those here ({len(here)}) are "
+            f"enough for {most}; give fewer workers, lower the key devices, or name the GPUs in {VISIBLE}"
+        )
     return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
 
 

@@ -1,15 +1,10 @@
 """Check before a run whether leaven can train a recipe on a number of processes."""
 
-from contextlib import suppress
 from importlib.metadata import version
-from itertools import product
 from math import gcd
-
-from pydantic import ValidationError
 
 from leaven.errors import InputError
 from leaven.planning.arrangement import pipeline_refusal, shape_refusal
-from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 
 
@@ -52,18 +47,11 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
             f"{message}; start the run with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one "
             "device with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
         )
-    found, degrees = [], [degree for degree in range(1, processes + 1) if processes % degree == 0]
-    for tp, pp in product(degrees, degrees):
-        dp, rest = divmod(processes, tp * pp)
-        with suppress(ValidationError):
-            other = layout.model_dump() | {"dp": dp, "tp": tp, "pp": pp}
-            if not rest and shape_refusal(recipe.model, Layout.model_validate(other)) is None:
-                changed = (tp != layout.tp) + (pp != layout.pp)
-                ratio = max(tp / layout.tp, layout.tp / tp) * max(pp / layout.pp, layout.pp / pp)
-                found.append((changed, ratio + dp / processes, f"dp={dp} tp={tp} pp={pp}"))
-    near = [layout for *_, layout in sorted(found, key=lambda one: one[:2])[:2]]
-    would = " or ".join(near) or f"no layout of {processes} ranks with this schedule"
-    raise InputError(f"{message}; {would} would work")
+    dp, rest = divmod(processes, layout.tp * layout.pp)
+    would = (
+        "change them so that their product is the number of processes" if rest or not dp else f"dp={dp} would work"
+    )
+    raise InputError(f"{message}; {would}")
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:

@@ -142,7 +142,7 @@ def train(
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event; most are also lines of events.jsonl. Without it,
-            warnings say what is lost, damaged or cannot be written, also of the text (``tokens.lost``).
+            warnings say what is lost, damaged or cannot be written, also of the text (``tokens.notes``).
         stop: polled between steps, and by a single process also within a step. When it returns True, the state is
             saved, and ``finished`` of the result is False. If a disk is full or away at the end, the run waits for it
             until ``stop`` returns True.
@@ -170,7 +170,7 @@ def train(
 def _warnings_of_faults(
     folder: Path, tokens: "TokenSet", caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Issue each note in ``tokens.lost`` as a Python warning. Return a callback that issues warnings for events.
+    """Issue each note in ``tokens.notes`` as a Python warning. Return a callback that issues warnings for events.
 
     The callback's warnings are ``folder`` followed by a message of :func:`faults_in`. Only rank 0 warns. A warning
     points to the line that ``caller`` was executing when this function was called. Equal warnings are shown once.
@@ -185,7 +185,7 @@ def _warnings_of_faults(
         for fault in faults_in(event, values):
             warn(f"{folder}: {fault}")
 
-    for note in tokens.lost:
+    for note in tokens.notes:
         warn(note)
     return on_event
 

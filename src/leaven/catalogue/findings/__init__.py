@@ -18,9 +18,8 @@ from leaven.catalogue.neighbours import first_of_each, ratio
 from leaven.documents.catalogue import FindingRow, Severity
 from leaven.recipe.recipe import Recipe
 
-__all__ = ["CHECKS", "Case", "find", "findings", "repair"]
+__all__ = ["CHECKS", "Case", "combined", "find", "findings"]
 
-MOST_REPAIRS = 5  # rounds of :func:`repair`; each round checks a changed recipe
 _SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # the worst first
 _ROUNDING = 1.02  # published values are rounded
 _MEASURED = re.compile(r"(\S+: )?study ")  # the reasons that `leaven tune` writes begin like this
@@ -69,33 +68,16 @@ def findings(
     return tried
 
 
-def repair(
-    recipe: Recipe,
-    found: Sequence[FindingRow],
-    rows_of: Callable[[Recipe], Sequence[Any]],
-    corpus_tokens: int | None = None,
-) -> Suggestion:
-    """Return changes of a recipe after which all findings are notes, the mildest severity.
-
-    ``found`` is the result of :func:`findings` for the recipe. If no such changes are found, return the
-    first suggestion, or {} if there is none.
-    """
-    first = changes = next(iter(_first_suggestions(found)), {})
-    for _ in range(MOST_REPAIRS):
-        try:
-            found = findings(recipe.replace(changes), rows_of, corpus_tokens)
-        except ValueError:  # the changes do not fit each other
-            return first
-        following = _first_suggestions(found)
-        if not following:
-            return first if any(one.severity != "note" for one in found) else changes
-        changes = {**changes, **following[0]}
-    return first
-
-
-def _first_suggestions(found: Sequence[FindingRow]) -> list[Suggestion]:
-    """Return the first suggestion of each finding that is more than a note."""
-    return [one.mends[0] for one in found if one.severity != "note" and one.mends]
+def combined(recipe: Recipe, found: Sequence[FindingRow]) -> Suggestion:
+    """Return the first suggested changes of all findings above a note, together. The most severe finding comes first
+    in ``found``, and decides a value that several change. If the recipe cannot have all changes, return only its."""
+    each = [one.mends[0] for one in found if one.severity != "note" and one.mends]
+    changes = {path: value for suggestion in reversed(each) for path, value in suggestion.items()}
+    try:
+        recipe.replace(changes)
+    except ValueError:
+        return each[0]
+    return changes
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
