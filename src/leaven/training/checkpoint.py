@@ -559,9 +559,6 @@ class Checkpoints(Callback):
         state[EVENTS] = asdict(self.trainer.lines.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
-        # After the save, because on_event may raise an error.
-        for file, why in self.trainer.lines.changes(training.progress.step).items():
-            self.trainer.event("file_changed", file=file, why=why)
 
     def save_last(self) -> str | None:
         """Save the current state if it is not saved yet, and wait until it is written. Return the error, or None."""
