@@ -29,7 +29,6 @@ from leaven.training.run_folder import (
     RunFolder,
     changeable,
     changes_of,
-    checkpoint_interval,
     checkpoint_name,
     checkpoints,
     describe_changes,
@@ -81,7 +80,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
             f"use another --run{or_back}{if_moved}"
         )
     require_own_files(run, newest_state(run))
-    if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run, begun)):
+    if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run)):
         raise InputError(
             f"run folder {run.path} has no checkpoints, but {trained}; bring back {run.checkpoints} "
             "(is its disk mounted?), or start again with another --run"
@@ -280,27 +279,19 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 # Missing checkpoints
 
 
-def progress(run: RunFolder, recipe: Recipe) -> str | None:
-    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None."""
+def progress(run: RunFolder) -> str | None:
+    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None. A run
+    does not train before its first checkpoint is saved."""
     if saved := saved_checkpoints(run):
         return f"{run.events_file.name} says that the run has trained {saved[-1]:,} tokens"
-    events = run.events()
     read = run.read_metrics()
-    lines = read.documents
-    if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
+    if read.documents:
+        return f"{run.metrics_file.name} says that the run has trained {read.documents[-1]['step']:,} steps"
+    if read.damaged or is_other_text(run.metrics_file, IDENTITY, "step"):
         return f"{run.metrics_file.name} has lines that are no metrics"
     if is_other_text(run.events_file, "event"):
         return f"{run.events_file.name} has lines that are no events"
-    # If the first save failed, training before the second save does not count: there is nothing to resume from.
-    unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
-        run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
-    )
-    trained = lines[-1].get("tokens") if lines else None
-    second_save = recipe.batches.tokens_at_step(recipe.batches.first_step_at(checkpoint_interval(recipe)))
-    few = unsaved and isinstance(trained, int) and trained <= second_save
-    if lines and not few:
-        return f"{run.metrics_file.name} says that the run has trained {lines[-1]['step']:,} steps"
-    if not events and run.plan_file.exists():  # it is written after the first event
+    if run.plan_file.exists() and not run.events():  # the plan is written after the first event
         return f"{run.plan_file.name} says that the run has begun"
     return "the run had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
 

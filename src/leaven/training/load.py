@@ -120,7 +120,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = f"no checkpoint at {tokens:,} tokens; there are {', '.join(f'{each:_}' for each in there)}"
         elif (unusable := unusable_checkpoints(folder, damaged, tokens)) is not None:
             why = unusable
-        elif trained := progress(folder, recipe):
+        elif trained := progress(folder):
             why = f"no checkpoint, but {trained}; bring back {folder.checkpoints} (is its disk mounted?)"
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"

@@ -382,8 +382,10 @@ class RunTrainer:
             **about,
         )
         self.profile.write()
-        if found is None:
+        if found is None:  # a run that has trained always has a checkpoint
             self.checkpoints.save()
+            if (error := self.checkpoints.log_outcome(wait=True)) is not None:
+                raise self._unsaved(error)
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
         """Train until the run is done or ``stop()`` returns True, and return the result of the run.
@@ -413,9 +415,7 @@ class RunTrainer:
             self._tell_if(self.lines.unwritten, "lines_lost")
             return _summary(self.run, self.training.progress, None, error)
         if (error := self._save_when_possible(error, stop)) is not None:
-            raise InputError(
-                f"{self.run.checkpoints}: checkpoint not saved: {error}; correct this and run the same command again"
-            )
+            raise self._unsaved(error)
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
         written = {METRICS: asdict(self.lines.metrics_digest()), EVENTS: asdict(self.lines.events_digest())}
@@ -502,6 +502,11 @@ class RunTrainer:
             require_own_files(self.run, found.state)
         self.damaged = damaged
         return found
+
+    def _unsaved(self, error: str) -> InputError:
+        return InputError(
+            f"{self.run.checkpoints}: checkpoint not saved: {error}; correct this and run the same command again"
+        )
 
     def _unusable(self) -> InputError:
         why = (
