@@ -456,14 +456,17 @@ def test_a_finished_run_makes_its_tokenizer_again(run: RunFolder, recipe: Recipe
 
 
 def test_a_stop_of_an_earlier_torchrun_does_not_keep_this_one_from_restarting(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
-    rewrite(run.events_file, lambda lines: [*lines[:-1], lines[-1] | {"time": 1e10}])  # by a clock that was ahead
-    for attempt in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        _exit_if_stopped_on_purpose(run)
-    RunLines(run).event("stop", why="interrupted")
+    def attempt(number: int) -> None:
+        (tmp_path / f"attempt_{number}" / "0").mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"attempt_{number}" / "0" / "error.json"))
+
+    attempt(0)  # it fails before it has resumed the run
+    attempt(1)
+    _exit_if_stopped_on_purpose(run)
+    assert not train(recipe, tokens, run.path, stop=lambda: True).finished
+    attempt(2)
     with pytest.raises(typer.Exit):
         _exit_if_stopped_on_purpose(run)
 

@@ -33,7 +33,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.storage import place_folder, share, sync_file
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
-from leaven.training.integrity import RECIPE, TOKENIZER, mark_trained, saved_recipe, tokenizer_digest
+from leaven.training.integrity import RECIPE, TOKENIZER, saved_recipe, tokenizer_digest
 from leaven.training.loop import Callback
 from leaven.training.optimizer import MOMENTS
 from leaven.training.rewind import Rewind, undone
@@ -575,7 +575,6 @@ class Checkpoints(Callback):
         at = {"step": saved.progress.step, "tokens": saved.progress.tokens}
         if saved.path is not None:
             self.trainer.event("checkpoint", **at, path=saved.path.name)
-            mark_trained(self.trainer.run)
             self.trainer.profile.write()
         else:
             self._saved_step = -1

@@ -60,7 +60,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
                     f"{run.recipe_file}, and run the same command again"
                 )
             raise InputError(f"run folder {run.path} is not empty and holds no recipe.toml; use another --run")
-        if _torchrun_has_trained(run):
+        if begun_under_torchrun(run):
             raise InputError(
                 f"run folder {run.path} was deleted or moved since torchrun started; bring it back (is its disk "
                 "mounted?) and run torchrun again, which starts a new run if the folder is still missing"
@@ -293,7 +293,7 @@ def progress(run: RunFolder) -> str | None:
         return f"{run.events_file.name} has lines that are no events"
     if run.plan_file.exists() and not run.events():  # the plan is written after the first event
         return f"{run.plan_file.name} says that the run has begun"
-    return "the run had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
+    return "the run had saved one before torchrun restarted it" if begun_under_torchrun(run) else None
 
 
 def is_other_text(file: Path, *keys: str) -> bool:
@@ -347,38 +347,21 @@ def missing_checkpoint(saved: Sequence[int], found: int) -> str | None:
     return checkpoint_name(saved[-1]) if saved and saved[-1] > found else None
 
 
-def mark_trained(run: RunFolder) -> None:
-    """Tell later restarts by torchrun that the run has saved a checkpoint. Without torchrun, do nothing."""
+def mark_begun(run: RunFolder) -> None:
+    """Tell later restarts by torchrun that the run has begun and has a checkpoint. Without torchrun, do nothing."""
     mark = _torchrun_mark()
     if mark is not None:
         with suppress(OSError):
             mark.write_text(str(run.path.absolute()), encoding="utf-8")
 
 
-def _torchrun_has_trained(run: RunFolder) -> bool:
+def begun_under_torchrun(run: RunFolder) -> bool:
+    """Return whether the run has begun under the torchrun that has now restarted this process."""
     mark = _torchrun_mark()
     try:
         return mark is not None and mark.read_text(encoding="utf-8") == str(run.path.absolute())
     except (OSError, ValueError):
         return False
-
-
-def events_before_torchrun(run: RunFolder) -> int:
-    """Return how many events the run had when this function was first called under the current torchrun.
-
-    Later calls return the same number, also after torchrun restarts the processes. Return -1 without torchrun.
-    """
-    mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
-    if mark is None:
-        return -1
-    file = mark.with_name("leaven-events")
-    with suppress(OSError, ValueError):
-        count, _, begun = file.read_text(encoding="utf-8").partition(" ")
-        if begun == path:
-            return int(count)
-    with suppress(OSError):
-        file.write_text(f"{events} {path}", encoding="utf-8")
-    return events
 
 
 def _torchrun_mark() -> Path | None:

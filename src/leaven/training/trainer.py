@@ -80,6 +80,7 @@ from leaven.training.integrity import (
     changed_since,
     faults_in,
     identity_of,
+    mark_begun,
     missing_checkpoint,
     require_own_files,
     require_run_of,
@@ -386,6 +387,7 @@ class RunTrainer:
             self.checkpoints.save()
             if (error := self.checkpoints.log_outcome(wait=True)) is not None:
                 raise self._unsaved(error)
+        mark_begun(self.run)
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
         """Train until the run is done or ``stop()`` returns True, and return the result of the run.
