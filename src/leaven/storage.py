@@ -51,9 +51,6 @@ DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EKEYEXPIRED", 
 EMPTY_LOCK_SECONDS = 10.0
 """On a disk without flock, :func:`lock` raises InputError if a lock file stays empty for this many seconds."""
 
-KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
-"""A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
-
 
 def expanded(path: Path | str) -> Path:
     """Return ``path`` with ~ or ~NAME replaced by the home folder. Raise InputError for an unknown home folder."""
@@ -214,8 +211,8 @@ def digest(content: bytes | BufferedReader, size: int = 8) -> str:
 def require_page(path: Path) -> None:
     """Raise InputError if leaven must not write an HTML page to ``path``.
 
-    A new path is allowed, and so is an empty file, or an HTML page that nobody edited after leaven wrote it. In the
-    folder of a run, study, check or demo, the name must end in .html.
+    The name must end in .html. A new path is allowed, and so is an empty file, or an HTML page that nobody edited
+    after leaven wrote it. A device or a pipe is allowed as well.
     """
     if is_device(path):
         return
@@ -225,10 +222,8 @@ def require_page(path: Path) -> None:
     page, seal, found = there.replace(b"\r\n", b"\n").rpartition(_PAGE_SEAL)  # a copy may have other line ends
     if seal and found != digest(page).encode() + b" -->\n":
         raise InputError(f"{path} was edited after leaven wrote it; rename it, or give another name")
-    whole = Path(os.path.realpath(path))
-    owned = any((folder / name).exists() for folder in whole.parents for name in KEPT)
-    if owned and whole.suffix.lower() != ".html":
-        raise InputError(f"{path} is in the folder of a run or study; give a name that ends in .html")
+    if path.suffix.lower() != ".html":
+        raise InputError(f"{path}: give a name that ends in .html, such as report.html")
 
 
 def _content(path: Path) -> bytes:

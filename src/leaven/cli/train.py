@@ -98,8 +98,7 @@ def train(
     require_trainable(loaded, world_size())
     if loaded.start.folder is not None and not RunFolder(folder).begun:  # raise errors before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
-    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        _exit_if_stopped_on_purpose(RunFolder(folder))
+    _exit_if_stopped_on_purpose(RunFolder(folder))
     curves = writers(log_to)
     rewind = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     # Before hours of tokenising. `trainer.train` checks again, because the folder may change.
@@ -132,12 +131,11 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run was stopped after torchrun began, so that torchrun does not resume the run by itself."""
-    from leaven.training.integrity import events_before_torchrun
+    """Exit if the run was stopped under this torchrun, so that torchrun does not resume the run by itself."""
+    from leaven.training.integrity import begun_under_torchrun
 
-    events, before = run.events(), events_before_torchrun(run)
-    restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-    if restarted and events[before:] and (last := events[-1])["event"] == "stop":
+    events = run.events() if begun_under_torchrun(run) else []
+    if events and (last := events[-1])["event"] == "stop":
         errors.print(
             f"the run in {run.path} has stopped ({last['why']}) and is not restarted automatically; to resume it, "
             "run the same command again"

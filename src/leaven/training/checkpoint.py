@@ -33,7 +33,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.storage import place_folder, share, sync_file
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
-from leaven.training.integrity import RECIPE, TOKENIZER, mark_trained, saved_recipe, tokenizer_digest
+from leaven.training.integrity import RECIPE, TOKENIZER, saved_recipe, tokenizer_digest
 from leaven.training.loop import Callback
 from leaven.training.optimizer import MOMENTS
 from leaven.training.rewind import Rewind, undone
@@ -103,14 +103,14 @@ def write_checkpoint(
     checkpoint: Checkpoint,
     exchange: Exchange | None = None,
     tidy: Callable[[], None] = lambda: None,
-    require: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path. All
     processes of ``exchange`` must call this, from any thread, and get the same result.
 
     Args:
         tidy: called by the first process when the checkpoint is complete, for example to remove older checkpoints.
-        require: called before anything is written; raises OSError if the folder is not the right one.
+        prepare: called before anything is written; raises OSError if the checkpoint must not be written now.
 
     Raises:
         NotSaved: if a process cannot write, rank 1 or higher does not answer, or the parts do not form whole tensors.
@@ -121,7 +121,7 @@ def write_checkpoint(
     temporary = folder / f".{final.name}.{exchange.name}.tmp"
     mine: dict[str, Any]
     try:
-        require()
+        prepare()
         mine = _write_part(temporary, checkpoint, exchange.group)
     except (OSError, SafetensorError) as error:
         mine = {"error": _reason(error)}
@@ -404,10 +404,9 @@ class CheckpointManager:
         keep_every_tokens: int | None,
         *,
         group: ProcessGroup = SINGLE_PROCESS,
-        sync: Callable[[], None] = lambda: None,
-        require: Callable[[], None] = lambda: None,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self._sync, self._require = sync, require
+        self._prepare = prepare  # an argument of write_checkpoint
         self._for_good: list[int] = []  # token counts of checkpoints that an earlier start has kept for good
         self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
         self._group, self._exchange = group, Exchange(group)
@@ -481,9 +480,8 @@ class CheckpointManager:
                 if tokens_of(path) not in stay:
                     _remove(path)
 
-        self._sync()  # a resumed run does not repeat these steps, so a power cut must not lose their lines
         try:
-            path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy, self._require)
+            path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy, self._prepare)
         except NotSaved as error:
             return Saved(checkpoint.progress, error=str(error))
         return Saved(checkpoint.progress, path)
@@ -532,12 +530,15 @@ class Checkpoints(Callback):
             stability.keep,
             stability.keep_every_tokens,
             group=trainer.group,
-            sync=trainer.lines.sync,
-            require=trainer.run.require_claimed,
+            prepare=self._prepare,
         )
         self._saved_step = -1
         # A run on token ids has no tokenizer of its own, even if the user has put one into the folder.
         self._tokenizer = tokenizer_digest(trainer.run) if trainer.tokens.tokenizer_path is not None else None
+
+    def _prepare(self) -> None:
+        self.trainer.lines.sync()  # a resumed run does not repeat these steps, so a power cut must keep their lines
+        self.trainer.run.require_claimed()
 
     def after_step(self, step: "Step") -> None:
         self.log_outcome(wait=False)
@@ -559,9 +560,6 @@ class Checkpoints(Callback):
         state[EVENTS] = asdict(self.trainer.lines.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
-        # After the save, because on_event may raise an error.
-        for file, why in self.trainer.lines.changes(training.progress.step).items():
-            self.trainer.event("file_changed", file=file, why=why)
 
     def save_last(self) -> str | None:
         """Save the current state if it is not saved yet, and wait until it is written. Return the error, or None."""
@@ -578,7 +576,6 @@ class Checkpoints(Callback):
         at = {"step": saved.progress.step, "tokens": saved.progress.tokens}
         if saved.path is not None:
             self.trainer.event("checkpoint", **at, path=saved.path.name)
-            mark_trained(self.trainer.run)
             self.trainer.profile.write()
         else:
             self._saved_step = -1

@@ -177,7 +177,11 @@ class Training:
         tokens = start.tokens + batch.tokens
         noise = self._noise_of(batch)
         self._seed_dropout()
-        loss = self._forward_backward(batch, scale, noise)
+        factor = (1 if scale is None else scale) / batch.targets
+        losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
+        loss = self.sharded.total(losses)
+        if scale is not None:
+            loss = loss / scale
         z_loss = self.sharded.total_z_loss()
         loads, *routed = self.load_balance.measure() if self.load_balance else (None, None, None)
 
@@ -212,16 +216,6 @@ class Training:
             return step
 
         return result
-
-    def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Return the mean loss of a batch, a scalar. Accumulate the gradient of ``scale`` x loss.
-
-        ``scale`` is the loss scale; None is 1. ``noise`` records the gradient norm after the first micro-batch.
-        """
-        factor = (1 if scale is None else scale) / batch.targets
-        losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
-        loss = self.sharded.total(losses)
-        return loss if scale is None else loss / scale
 
     def _noise_of(self, batch: TrainingBatch) -> NoiseScale | None:
         if self.noise is None or not passes(self.noise.every, self.tokens, self.tokens + batch.tokens):

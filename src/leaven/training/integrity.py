@@ -7,7 +7,7 @@ events. A value that a file lacks is not compared.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,7 +29,6 @@ from leaven.training.run_folder import (
     RunFolder,
     changeable,
     changes_of,
-    checkpoint_interval,
     checkpoint_name,
     checkpoints,
     describe_changes,
@@ -37,18 +36,10 @@ from leaven.training.run_folder import (
     newest_document,
     tokens_of,
 )
-from leaven.training.run_lines import (
-    EVENTS,
-    changed_events,
-    is_missing_steps,
-    kept_metrics,
-    lines_digest,
-    missing_steps,
-)
+from leaven.training.run_lines import EVENTS, METRICS, changed_lines, lines_digest
 
 RECIPE = "recipe"  # key of the recipe in the state of a checkpoint
 TOKENIZER = "tokenizer"  # key of the digest of tokenizer.json in the state of a checkpoint
-_EMPTY_CURVES = 512  # bytes; a TensorBoard file without a curve is smaller
 _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
@@ -69,7 +60,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
                     f"{run.recipe_file}, and run the same command again"
                 )
             raise InputError(f"run folder {run.path} is not empty and holds no recipe.toml; use another --run")
-        if _torchrun_has_trained(run):
+        if begun_under_torchrun(run):
             raise InputError(
                 f"run folder {run.path} was deleted or moved since torchrun started; bring it back (is its disk "
                 "mounted?) and run torchrun again, which starts a new run if the folder is still missing"
@@ -89,7 +80,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
             f"use another --run{or_back}{if_moved}"
         )
     require_own_files(run, newest_state(run))
-    if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run, begun)):
+    if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run)):
         raise InputError(
             f"run folder {run.path} has no checkpoints, but {trained}; bring back {run.checkpoints} "
             "(is its disk mounted?), or start again with another --run"
@@ -101,31 +92,34 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 
 def faults(run: RunFolder) -> Iterator[str]:
     """Yield a sentence about each file that is changed, missing, unreadable, or of another run."""
-    finish = finish_of(run.read_events())
-    changed = {} if finish is None else changed_since(run, finish)
-    for file, why in changed.items():
-        yield f"{run.path / file} is not as it was when the run finished: {why}"
-    for file, why in changed_before(run, finish).items():
-        if file not in changed:
-            yield f"{run.path / file} is not as the run wrote it: {why}"
+    yield from changed_files(run).values()
     yield from foreign_files(run, newest_state(run))
 
 
-def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
+def changed_files(run: RunFolder) -> dict[str, str]:
+    """Return {file name: a sentence about how it changed}: since the run finished, else since its newest checkpoint;
+    or before a resume, as ``file_changed`` events say."""
+    finish = finish_of(run.read_events())
+    when = "as the run wrote it" if finish is None else "as it was when the run finished"
+    found = {
+        file: f"{run.path / file} is not {when}: {why}"
+        for file, why in changed_since(run, finish or newest_state(run)).items()
+    }
+    earlier = {file: f"{run.path / file} is not as the run wrote it: {why}" for file, why in _changed_before(run)}
+    return earlier | found
+
+
+def require_own_files(run: RunFolder, state: Mapping[str, Any]) -> None:
     """Raise InputError with the first sentence of :func:`foreign_files`, if there is one."""
-    if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
+    if (fault := next(foreign_files(run, state), None)) is not None:
         raise InputError(fault)
 
 
-def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
+def foreign_files(run: RunFolder, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each file of a run that does not fit a checkpoint, and how to repair it.
 
-    Such a file belongs to another run, was changed after the checkpoint, or cannot be read.
-
-    Args:
-        state: the state of the checkpoint.
-        to_use: whether the run is only used, not trained further. Then recipe.toml may differ in values that do not
-            affect the weights.
+    Such a file belongs to another run, was changed after the checkpoint, or cannot be read. ``state`` is the state of
+    the checkpoint.
     """
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
@@ -150,10 +144,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
             )
     except InputError as error:
         yield str(error)
-    changes = _changes_of_recipe(run, state)
-    if to_use:
-        changes = [each for each in changes if affects_weights(each[0])]
-    if changes:
+    if changes := _changes_of_recipe(run, state):
         yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
 
 
@@ -172,18 +163,6 @@ def _has_other_rewinds(run: RunFolder) -> bool:
     return False
 
 
-def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence about changes of recipe.toml after a checkpoint that do not affect the weights, such as those
-    in [evaluation], or None. ``state`` comes from the checkpoint."""
-    changes = [each for each in _changes_of_recipe(run, state) if not affects_weights(each[0])]
-    return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
-
-
-def affects_weights(path: str) -> bool:
-    """Return whether the trained weights depend on the value at a dotted path of the recipe."""
-    return path.partition(".")[0] not in {"evaluation", "stability"}
-
-
 def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Yield (file, identifier of the run that wrote it). ``state`` comes from a checkpoint."""
     first = b""
@@ -192,7 +171,6 @@ def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path
     documents = [
         *((run.events_file, event) for event in run.read_events()),
         (run.metrics_file, storage.json_object(first) or {}),
-        (run.plan_file, _plan(run)),
         (run.checkpoints, state),
     ]
     for path, document in documents:
@@ -301,89 +279,47 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 # Missing checkpoints
 
 
-def progress(run: RunFolder, recipe: Recipe) -> str | None:
-    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None."""
-    if (saved := newest_saved(run)) is not None:
-        return f"{run.events_file.name} says that the run has trained {saved:,} tokens"
-    events = run.events()
+def progress(run: RunFolder) -> str | None:
+    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None. A run
+    does not train before its first checkpoint is saved."""
+    if saved := saved_checkpoints(run):
+        return f"{run.events_file.name} says that the run has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
-    lines = read.documents
-    if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
+    if read.documents:
+        return f"{run.metrics_file.name} says that the run has trained {read.documents[-1]['step']:,} steps"
+    if read.damaged or is_other_text(run.metrics_file, IDENTITY, "step"):
         return f"{run.metrics_file.name} has lines that are no metrics"
     if is_other_text(run.events_file, "event"):
         return f"{run.events_file.name} has lines that are no events"
-    # If the first save failed, training before the second save does not count: there is nothing to resume from.
-    unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
-        run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
-    )
-    trained = lines[-1].get("tokens") if lines else None
-    second_save = recipe.batches.tokens_at_step(recipe.batches.first_step_at(checkpoint_interval(recipe)))
-    few = unsaved and isinstance(trained, int) and trained <= second_save
-    if lines and not few:
-        return f"{run.metrics_file.name} says that the run has trained {lines[-1]['step']:,} steps"
-    if not few and (file := _trained_file(run, begun=bool(events))) is not None:
-        return f"{file.relative_to(run.path)} says that the run has been trained"
-    return "the run had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
+    if run.plan_file.exists() and not run.events():  # the plan is written after the first event
+        return f"{run.plan_file.name} says that the run has begun"
+    return "the run had saved one before torchrun restarted it" if begun_under_torchrun(run) else None
 
 
 def is_other_text(file: Path, *keys: str) -> bool:
     """Return whether a file has content that leaven did not write. Files of leaven begin with a JSON object whose
     first key is one of ``keys``. Return False for a missing or empty file."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
-        begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
+        begin = opened.read(64).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
         return not any(begin.startswith(each[: len(begin)]) for each in ours)
     return False
 
 
-def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return plan.json or a TensorBoard file if it shows that the run has trained, else None.
-
-    Two rules are stricter if the run has ``begun``, that is, has events. plan.json must have measured steps, because
-    the first plan is written before the first step. A TensorBoard file counts only without metrics.jsonl.
-    """
-    try:
-        measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
-    except WRONG_TYPES:  # damaged
-        measured = False
-    if run.plan_file.is_file() and (not begun or measured):
-        return run.plan_file
-    if begun and run.metrics_file.is_file():
-        return None  # a run that starts again empties its metrics and keeps the curves of its first start
-    curves = (file for file in run.path.glob("tensorboard/*") if file.is_file())
-    return next((file for file in curves if file.stat().st_size > _EMPTY_CURVES), None)
-
-
-def _plan(run: RunFolder) -> dict[str, Any]:
-    try:
-        return storage.json_object(storage.read(run.plan_file)) or {}
-    except OSError:
-        return {}
-
-
-def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the checkpoint that the run saved or loaded last, by events.jsonl, or None."""
-    saved = (_saved_tokens(event) for event in reversed(run.events()))
-    return next((tokens for tokens in saved if tokens is not None), None)
-
-
-def saved_checkpoints(run: RunFolder) -> set[int]:
-    """Return the token counts of the checkpoints in events.jsonl, without those undone by rewinds."""
-    saved = set[int]()
+def saved_checkpoints(run: RunFolder) -> list[int]:
+    """Return the token counts of the checkpoints that a run saved or loaded, by events.jsonl, without those undone by
+    rewinds. The last one is the newest event."""
+    saved: list[int] = []
     for event in run.events():
         if event["event"] in RETURNS:
-            saved = {tokens for tokens in saved if tokens <= event["to_tokens"]}
-        if (tokens := _saved_tokens(event)) is not None:
-            saved.add(tokens)
+            saved = [tokens for tokens in saved if tokens <= event["to_tokens"]]
+        tokens = event.get(_SAVED_TOKENS.get(event["event"], ""))
+        if isinstance(tokens, int):
+            saved.append(tokens)
     return saved
 
 
 _SAVED_TOKENS = {"checkpoint": "tokens", "resume": "tokens", "rewind": "to_tokens", "rollback": "from_tokens"}
-
-
-def _saved_tokens(event: Mapping[str, Any]) -> int | None:
-    tokens = event.get(_SAVED_TOKENS.get(event["event"], ""))
-    return tokens if isinstance(tokens, int) else None
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
@@ -402,47 +338,30 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
     return f"no checkpoint can be used ({'; '.join(found)}); bring back one of this run" if found else None
 
 
-def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens if ``saved`` is above ``found``, else None.
+def missing_checkpoint(saved: Sequence[int], found: int) -> str | None:
+    """Return the name of the last of ``saved`` if it is above ``found``, else None.
 
-    Get ``saved`` from :func:`newest_saved` before you read the checkpoint at ``found`` tokens, because a run may
+    Get ``saved`` from :func:`saved_checkpoints` before you read the checkpoint at ``found`` tokens, because a run may
     save another checkpoint in between, which is not missing.
     """
-    return None if saved is None or saved <= found else checkpoint_name(saved)
+    return checkpoint_name(saved[-1]) if saved and saved[-1] > found else None
 
 
-def mark_trained(run: RunFolder) -> None:
-    """Tell later restarts by torchrun that the run has saved a checkpoint. Without torchrun, do nothing."""
+def mark_begun(run: RunFolder) -> None:
+    """Tell later restarts by torchrun that the run has begun and has a checkpoint. Without torchrun, do nothing."""
     mark = _torchrun_mark()
     if mark is not None:
         with suppress(OSError):
             mark.write_text(str(run.path.absolute()), encoding="utf-8")
 
 
-def _torchrun_has_trained(run: RunFolder) -> bool:
+def begun_under_torchrun(run: RunFolder) -> bool:
+    """Return whether the run has begun under the torchrun that has now restarted this process."""
     mark = _torchrun_mark()
     try:
         return mark is not None and mark.read_text(encoding="utf-8") == str(run.path.absolute())
     except (OSError, ValueError):
         return False
-
-
-def events_before_torchrun(run: RunFolder) -> int:
-    """Return how many events the run had when this function was first called under the current torchrun.
-
-    Later calls return the same number, also after torchrun restarts the processes. Return -1 without torchrun.
-    """
-    mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
-    if mark is None:
-        return -1
-    file = mark.with_name("leaven-events")
-    with suppress(OSError, ValueError):
-        count, _, begun = file.read_text(encoding="utf-8").partition(" ")
-        if begun == path:
-            return int(count)
-    with suppress(OSError):
-        file.write_text(f"{events} {path}", encoding="utf-8")
-    return events
 
 
 def _torchrun_mark() -> Path | None:
@@ -455,80 +374,48 @@ def _torchrun_mark() -> Path | None:
 # Changed lines
 
 
-def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
-    """Return {file or folder name: what has changed} for the files that a finished run wrote.
+def changed_since(run: RunFolder, since: Mapping[str, Any]) -> dict[str, str]:
+    """Return {file or folder name: what has changed} for the files that a run wrote.
 
-    ``metrics.jsonl`` is compared with ``finish``, the run's ``finish`` event. ``events.jsonl`` is compared with
-    ``finish`` and with the newest checkpoint. A file that cannot be read counts as changed. The folder of
-    checkpoints counts as changed if it has checkpoints, but not the last one.
+    ``since`` is the run's ``finish`` event, or the state of its newest checkpoint. Both have a digest of the earlier
+    lines of metrics.jsonl and events.jsonl. Later lines are not compared. A file that cannot be read counts as
+    changed. The checkpoints of a finished run count as changed if there are some, but not the last one.
     """
-    metrics = lines_digest(finish.get("metrics"))
     found: dict[str, str | None] = {}
-    if metrics is not None and isinstance(step := finish.get("step"), int):
-        found[run.metrics_file.name] = _or_unreadable(
-            lambda: kept_metrics(run.lines_of(run.metrics_file), step, metrics)[1]
-        )
-    # A rewound copy's checkpoints do not match the events of its original.
-    found[run.events_file.name] = _or_unreadable(
-        lambda: events_changed(run, finish) or events_changed(run, newest_state(run))
-    )
+    for file, key, document in (
+        (run.metrics_file, METRICS, since),
+        (run.events_file, EVENTS, newest_state(run)),  # another copy of the run may have been rewound
+        (run.events_file, EVENTS, since),
+    ):
+        try:
+            why = changed_lines(run.lines_of(file), lines_digest(document.get(key)))
+        except InputError as error:
+            why = str(error)
+        found[file.name] = why or found.get(file.name)
+    if not is_sealed(since):
+        found[run.events_file.name] = "its finish event has been changed"
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
     # If all checkpoints are gone, the user has probably removed them.
-    if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
-        found[run.checkpoints.name] = f"{checkpoint_name(finish['tokens'])} is missing"
+    if there and isinstance(since.get("tokens"), int) and since["tokens"] not in there:
+        found[run.checkpoints.name] = f"{checkpoint_name(since['tokens'])} is missing"
     return {file: why for file, why in found.items() if why is not None}
 
 
-def changed_before(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return {file name: how its lines were changed or lost before the run continued, and perhaps finished}.
+def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
+    """Return (file name, how its lines were changed) for the ``file_changed`` events of a run, the newest first.
 
-    :func:`changed_since` does not find these changes: the digests in ``finish`` were computed after them.
-
-    - Missing steps are searched in ``metrics.jsonl`` itself, because a rewind may have repeated them.
-    - Other changes are in the ``file_changed`` events. A rewind trains the steps after its checkpoint again, and
-      compares the earlier lines of metrics with the checkpoint. So it clears a change that was found after it.
+    :func:`changed_since` does not find these changes: a resumed run computes its digests after them. A rewind clears
+    a change of metrics that was found after its checkpoint: the later steps are trained again, and the earlier lines
+    are compared with the checkpoint.
     """
-    found = dict[str, str]()
-    of_metrics = list[tuple[int, str]]()  # changes of metrics, and the tokens at which they were found
+    found: list[tuple[int, str, str]] = []  # tokens at which a change was found, file, change
     for event in run.read_events():
-        to = event.get("to_tokens") if event["event"] in RETURNS else None
-        if isinstance(to, int):
-            of_metrics = [(at, why) for at, why in of_metrics if at <= to]
-        file, why = event.get("file"), event.get("why")
-        if event["event"] != "file_changed" or not isinstance(file, str) or not isinstance(why, str):
-            continue
-        if file != run.metrics_file.name:
-            found.setdefault(file, why)
-        elif not is_missing_steps(why):
-            of_metrics.append((at if isinstance(at := event.get("tokens"), int) else -1, why))
-    if of_metrics:
-        found[run.metrics_file.name] = of_metrics[0][1]
-    with suppress(InputError):  # a file that cannot be read has other messages
-        steps = [line["step"] for line in run.metrics()]
-        last = steps[-1] if steps else 0
-        if finish is not None and lines_digest(finish.get("metrics")) and isinstance(finish.get("step"), int):
-            last = finish["step"]
-        if (missing := missing_steps([step for step in steps if 0 < step <= last], last)) is not None:
-            found[run.metrics_file.name] = missing
-    return dict(sorted(found.items(), reverse=True))  # metrics first
-
-
-def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
-    try:
-        return compare()
-    except InputError as error:
-        return str(error)
-
-
-def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
-    """Return how events.jsonl differs from the lines that ``since`` records, or None if it does not.
-
-    ``since`` is the ``finish`` event, or the state of the callbacks in a checkpoint. It has a digest of all earlier
-    events. Later events are not checked. A sentence is also returned if ``since`` itself was changed.
-    """
-    if not is_sealed(since):
-        return "its finish event has been changed"
-    return changed_events(run.lines_of(run.events_file), lines_digest(since.get(EVENTS)))
+        at, file, why, to = (event.get(key) for key in ("tokens", "file", "why", "to_tokens"))
+        if event["event"] in RETURNS and isinstance(to, int):
+            found = [each for each in found if each[1] != run.metrics_file.name or each[0] <= to]
+        if event["event"] == "file_changed" and isinstance(file, str) and isinstance(why, str):
+            found.append((at if isinstance(at, int) else -1, file, why))
+    return [(file, why) for _, file, why in reversed(found)]
 
 
 # Messages of events

@@ -1,7 +1,7 @@
 """Loads the model of a run, generates text from it, and exports it in Hugging Face's format."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,18 +24,16 @@ from leaven.recipe.files import read_text, render
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.average import AVERAGE
-from leaven.training.checkpoint import Checkpoint, read_checkpoint
+from leaven.training.checkpoint import read_checkpoint
 from leaven.training.integrity import (
     TOKENIZER,
-    changed_before,
-    changed_since,
+    changed_files,
     missing_checkpoint,
-    newest_saved,
     newest_state,
     progress,
     require_own_files,
+    saved_checkpoints,
     unusable_checkpoints,
-    unused_changes,
 )
 from leaven.training.load_balance import BIASES
 from leaven.training.rewind import rewinds_of
@@ -52,13 +50,11 @@ class LoadedRun:
     folder: RunFolder
     recipe: Recipe
     table: ParameterTable
-    weights: Mapping[str, Tensor]  # the parameters, or their averages, by name; each is read on demand
+    weights: Mapping[str, Tensor]  # the parameters, or their averages, by name
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
-    # Sentences about changes of events.jsonl and metrics.jsonl, and of values in recipe.toml that do not affect the
-    # weights, or None.
-    changed: str | None = None
+    changed: str | None = None  # sentences about changes of events.jsonl and metrics.jsonl, or None
     events: Sequence[Mapping[str, Any]] = ()  # events of the run; empty if events.jsonl was changed or lacks a rewind
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts after the last step, (layers, experts), also if ``weights`` are
@@ -94,7 +90,7 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
 
     Raises:
         InputError: if the folder has no run, tokenizer or undamaged checkpoint, has files of another run, or has a
-            recipe.toml that was changed outside ``[evaluation]`` and ``[stability]``.
+            recipe.toml that was changed after the checkpoint.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
@@ -102,22 +98,6 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     if loaded.changed is not None:
         warnings.warn(loaded.changed, stacklevel=2)
     return loaded.model, loaded.tokenizer
-
-
-class _Averages(Mapping[str, Tensor]):
-    """The averaged weights in a checkpoint, by the names of the parameters."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._names, self._tensors = checkpoint.model, checkpoint.optimizer
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[f"{AVERAGE}.{name}"]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
@@ -131,8 +111,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
         raise InputError(f"{run}: {problem}; give the folder that leaven train --run has written")
     recipe = folder.recipe()
-    require_own_files(folder, newest_state(folder), to_use=True)
-    saved = newest_saved(folder) if tokens is None else None  # first: the run may be saving another checkpoint
+    require_own_files(folder, newest_state(folder))
+    saved = saved_checkpoints(folder) if tokens is None else ()  # first: the run may be saving another checkpoint
     checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens, recipe=recipe)
     if checkpoint is None:
         there = [tokens_of(path) for path in checkpoints(folder.checkpoints)]
@@ -140,12 +120,12 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = f"no checkpoint at {tokens:,} tokens; there are {', '.join(f'{each:_}' for each in there)}"
         elif (unusable := unusable_checkpoints(folder, damaged, tokens)) is not None:
             why = unusable
-        elif trained := progress(folder, recipe):
+        elif trained := progress(folder):
             why = f"no checkpoint, but {trained}; bring back {folder.checkpoints} (is its disk mounted?)"
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
-    require_own_files(folder, checkpoint.state, to_use=True)
+    require_own_files(folder, checkpoint.state)
     missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
         why = "the recipe has no [average]"
@@ -172,23 +152,19 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     except Exception as error:  # tokenizers raises no narrower class
         why = f"damaged ({error}); replace it with the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
-    events, finish = folder.events(), folder.finish()
-    fault = changed_since(folder, finish or {}).get(folder.events_file.name)
-    earlier = [
-        f"{folder.path / file} is not as the run wrote it: {why}"
-        for file, why in changed_before(folder, finish).items()
-    ]
-    lost = fault and f"{folder.events_file} was changed after the checkpoint: {fault}; bring back the run's file"
+    events, changed = folder.events(), changed_files(folder)
     return LoadedRun(
         folder=folder,
         recipe=recipe,
         table=parameter_table(recipe),
-        weights=_Averages(checkpoint) if averaged else checkpoint.model,
+        weights={name: checkpoint.optimizer[f"{AVERAGE}.{name}"] for name in checkpoint.model}
+        if averaged
+        else checkpoint.model,
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
         skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
-        changed="; ".join(filter(None, (lost, *earlier, unused_changes(folder, checkpoint.state)))) or None,
-        events=() if lost or folder.rewinds_ahead(events) > 0 else events,
+        changed="; ".join(changed.values()) or None,
+        events=() if folder.events_file.name in changed or folder.rewinds_ahead(events) > 0 else events,
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
     )

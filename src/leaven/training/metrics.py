@@ -24,7 +24,7 @@ from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress
 from leaven.training.device import Peak, peak_memory, time_fixed_work
 from leaven.training.loop import Callback, StepResult
-from leaven.training.run_lines import lines_digest
+from leaven.training.run_lines import METRICS, lines_digest
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
@@ -165,7 +165,6 @@ class Telemetry:
         return event
 
 
-METRICS = "metrics"  # key in the state of a checkpoint: number and digest of the lines of metrics.jsonl
 WRITERS = ("tensorboard", "wandb", "trackio")
 
 

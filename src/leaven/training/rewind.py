@@ -14,7 +14,7 @@ from typing import Any
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.training.integrity import affects_weights, require_own_files, require_run_of, saved_checkpoints
+from leaven.training.integrity import require_own_files, require_run_of, saved_checkpoints
 from leaven.training.run_folder import (
     DAMAGED_EVENTS,
     HYPERPARAMETERS,
@@ -147,7 +147,7 @@ def changed_values(run: RunFolder) -> list[str]:
             for (_, value), after in zip(values, [*values[1:], None], strict=True)
         )
         for path, values in found.items()
-        if len(values) > 1 and affects_weights(path)
+        if len(values) > 1 and not path.startswith(("evaluation.", "stability."))
     ]
 
 
@@ -178,7 +178,6 @@ class ManualRewind:
                 f"[{'], ['.join(SECTIONS)}] and the values {', '.join(HYPERPARAMETERS)}; for other changes, give a "
                 "new folder with --run"
             )
-        run.require_own_checkpoints(rewinds=True)
         require_run_of(run, run.recipe())
         self._target(run)
 

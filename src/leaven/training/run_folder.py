@@ -10,8 +10,9 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,8 @@ from leaven.errors import InputError
 from leaven.recipe.files import read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 
-NumberedLine = tuple[int, dict[str, Any]]  # number of a line, from 1, and its JSON object
-
 LOCK = ".lock"
-OWNER = ".run"  # file in the folder of checkpoints: path and inode of the folder of the run or study that uses it
+OWNER = ".run"  # file in the folder of checkpoints: the path of the run or study that uses it
 UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or whose writing was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # errors that reading a damaged JSON document raises
@@ -73,14 +72,6 @@ class LockedFolder:
 
     def __enter__(self) -> "LockedFolder":
         storage.make_folder(self._path)
-        self._take()
-        self._there = self._path.stat()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._held.close()
-
-    def _take(self) -> None:
         try:
             self._held.enter_context(storage.lock(self._path / LOCK, seconds=0))
         except TimeoutError:
@@ -89,9 +80,13 @@ class LockedFolder:
                 f"another {self._kind}"
             ) from None
         self._lock = (self._path / LOCK).stat()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._held.close()
 
     def require(self) -> None:
-        """Lock the folder again if its lock file was removed. Raise InputError if the folder was deleted or moved."""
+        """Raise InputError if the folder, or its lock file, was deleted, moved or replaced."""
         try:
             if os.path.samestat(self._lock, (self._path / LOCK).stat()):
                 return
@@ -99,11 +94,6 @@ class LockedFolder:
             pass
         except OSError:  # the disk has a fault, so nothing is known
             return
-        with suppress(OSError):
-            if os.path.samestat(self._there, self._path.stat()):
-                self._held.close()
-                self._take()
-                return
         raise InputError(
             f"{self._kind} {self._path} was deleted or moved while it was used; bring it back (is its disk mounted?) "
             "and run the same command again, or start again with another --run"
@@ -220,14 +210,10 @@ class RunFolder:
         """Mark the folder of checkpoints as used by this run or study. Raise InputError if another one uses it."""
         if self._claimed is not None or not self.writes:
             return
-        file, content = self.checkpoints / OWNER, b"%b\n%d" % (os.fsencode(self.path.resolve()), _inode(self.path))
         with suppress(OSError):  # the file is needed only to detect that another run uses the folder
             self.checkpoints.mkdir(exist_ok=True)
-            with suppress(FileExistsError), storage.open_to_write(file, os.O_CREAT | os.O_EXCL) as new:
-                new.write(content)
             self.require_own_checkpoints()
-            if storage.read(file) != content:  # this run, or an earlier owner, has moved
-                storage.write(file, content)
+            storage.write(self.checkpoints / OWNER, b"%b\n" % os.fsencode(self.path.resolve()))
             self._claimed = self.checkpoints.stat().st_dev
 
     def require_claimed(self) -> None:
@@ -238,48 +224,27 @@ class RunFolder:
         if there.stat().st_dev != self._claimed:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
-    def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
-        """Raise InputError if another run or study may use the folder of checkpoints, for example after ``cp -r``.
+    def require_own_checkpoints(self) -> None:
+        """Raise InputError if ``checkpoints`` is a link to the folder of another run or study.
 
-        ``cp -r`` copies a link to the folder, not the folder. With ``rewinds``, the caller will delete checkpoints,
-        so also refuse a link to a folder that has no file ``OWNER``.
+        That is so in a copy of a run by ``cp -r``, which copies the link and not the folder. The file ``OWNER`` in
+        the folder has the path of the run or study that uses it.
         """
-        try:
-            path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
-            other = Path(os.fsdecode(path))
-            if self._is_owner(other, int(inode)):
-                return
-            whose = f"the checkpoints of {other}, which may have been moved"
-        except (OSError, ValueError) as error:
-            if not (rewinds and self.checkpoints.is_symlink() and isinstance(error, FileNotFoundError)):
-                return
-            whose = f"checkpoints without {OWNER}, the file that names their run"
-        folder, link = self.checkpoints.resolve(), shlex.quote(str(self.checkpoints))
-        unused = f"if no other run or study uses these checkpoints, type: echo > {shlex.quote(str(folder / OWNER))}"
         if not self.checkpoints.is_symlink():
-            raise InputError(
-                f"{self.checkpoints} is marked as {whose}; {unused}; otherwise, first "
-                "replace the link to these checkpoints in the folder of that run or study by a folder"
-            )
+            return
+        try:
+            owner = os.fsdecode(storage.read(self.checkpoints / OWNER).partition(b"\n")[0])
+        except OSError:
+            return
+        if owner in {"", str(self.path.resolve())}:
+            return
+        folder, link = shlex.quote(str(self.checkpoints.resolve())), shlex.quote(str(self.checkpoints))
         raise InputError(
-            f"{self.checkpoints} is a link to {whose}; {unused}; otherwise, put a folder in place of the link: if "
-            f"{self.path} is a copy of another folder, copy the checkpoints with: rm {link} && cp -r "
-            f"{shlex.quote(str(folder))} {link}; if not, make an empty folder with: rm {link} && mkdir {link}"
+            f"{self.checkpoints} is a link to the checkpoints of {owner}, which may have been moved; if no other run "
+            f"or study uses these checkpoints, type: echo > {folder}/{OWNER}; otherwise, put a folder in place of "
+            f"the link: if {self.path} is a copy of another folder, copy the checkpoints with: rm {link} && cp -r "
+            f"{folder} {link}; if not, make an empty folder with: rm {link} && mkdir {link}"
         )
-
-    def _is_owner(self, owner: Path, inode: int) -> bool:
-        """Return whether this run owns its folder of checkpoints.
-
-        The file ``OWNER`` in this folder names the run that uses it: ``owner`` is the path of that run's folder, and
-        ``inode`` the inode.
-        """
-        linked, same = self.checkpoints.is_symlink(), _same(owner, self.path)
-        if inode == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
-            return not linked or same or not os.path.exists(owner) or _inode(owner) != inode
-        # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
-        if linked or self._claimed is not None:
-            return False
-        return same or not _same(owner / "checkpoints", self.checkpoints)
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
         """Write the recipe file, keeping its comments. If the recipe is also in events, ignore a full disk."""
@@ -327,11 +292,10 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, their line numbers, and the line numbers of damaged lines."""
+        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines."""
         read = _read(self.metrics_file)
-        lines, damaged = in_order(zip(read.numbers, read.documents, strict=True))
-        damaged = sorted([*read.damaged, *damaged])
-        return storage.JsonLines([line for _, line in lines], damaged, [number for number, _ in lines])
+        by_step = {line["step"]: line for line in read.documents if isinstance(line.get("step"), int)}
+        return replace(read, documents=[by_step[step] for step in sorted(by_step)], numbers=[])
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events in events.jsonl. Raise InputError if a value that a resumed run needs is wrong."""
@@ -377,18 +341,6 @@ class RunFolder:
         return finish_of(self.events())
 
 
-def _inode(folder: Path) -> int:
-    """Return the inode of a folder. A move on the same disk keeps the inode, a copy does not."""
-    return folder.stat().st_ino
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:  # one of them is missing
-        return False
-
-
 def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the ``finish`` event after the last rewind, or None."""
     for event in reversed(events):
@@ -410,26 +362,6 @@ def _content(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
-    """Return (lines of metrics.jsonl ordered by step, line numbers of damaged lines).
-
-    A line replaces earlier lines with the same or a later step, because the run was rewound. A line is damaged if the
-    lines before and after it are in order, but its own step is not between theirs.
-    """
-    with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
-    steps = [line["step"] for _, line in with_step]
-    found, damaged = list[NumberedLine](), list[int]()
-    for (number, line), following in zip(with_step, [*steps[1:], math.inf], strict=False):
-        before = found[-1][1]["step"] if found else -math.inf
-        if before < following and not before < line["step"] < following:
-            damaged.append(number)
-            continue
-        while found and found[-1][1]["step"] >= line["step"]:
-            found.pop()
-        found.append((number, line))
-    return found, damaged
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:

@@ -78,15 +78,15 @@ from leaven.training.device import (
 from leaven.training.engine import StopRequested, Training
 from leaven.training.integrity import (
     changed_since,
-    events_changed,
     faults_in,
     identity_of,
+    mark_begun,
     missing_checkpoint,
-    newest_saved,
     require_own_files,
     require_run_of,
     require_text,
     require_tokenizer,
+    saved_checkpoints,
     unusable_checkpoints,
 )
 from leaven.training.loop import Callback, Diverged, Loop
@@ -108,7 +108,7 @@ from leaven.training.run_folder import (
     recorded_changes,
     tokens_of,
 )
-from leaven.training.run_lines import EVENTS, RunLines
+from leaven.training.run_lines import EVENTS, METRICS, RunLines, changed_lines, lines_digest
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest usable checkpoint, or start a new run. Log a ``resume`` or ``start`` event with
         ``about``. Raise InputError if no checkpoint can be used, or if the text or files do not belong to the run."""
-        saved = newest_saved(self.run)
+        saved = saved_checkpoints(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
         changed: str | None = None
@@ -365,7 +365,7 @@ class RunTrainer:
             raise self._unusable()
         if found is not None:
             require_text(self.run, self.tokens.fingerprint, found.state.get(TEXT))
-            changed = events_changed(self.run, found.state)
+            changed = changed_lines(self.run.lines_of(self.run.events_file), lines_digest(found.state.get(EVENTS)))
         self.run.identity = identity_of(self.run, found.state if found is not None else {}) or token_hex(8)
         missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
         self._restore(found, rewinds)
@@ -383,8 +383,11 @@ class RunTrainer:
             **about,
         )
         self.profile.write()
-        if found is None:
+        if found is None:  # a run that has trained always has a checkpoint
             self.checkpoints.save()
+            if (error := self.checkpoints.log_outcome(wait=True)) is not None:
+                raise self._unsaved(error)
+        mark_begun(self.run)
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
         """Train until the run is done or ``stop()`` returns True, and return the result of the run.
@@ -414,12 +417,10 @@ class RunTrainer:
             self._tell_if(self.lines.unwritten, "lines_lost")
             return _summary(self.run, self.training.progress, None, error)
         if (error := self._save_when_possible(error, stop)) is not None:
-            raise InputError(
-                f"{self.run.checkpoints}: checkpoint not saved: {error}; correct this and run the same command again"
-            )
+            raise self._unsaved(error)
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
-        written = {"metrics": asdict(self.lines.metrics_digest()), EVENTS: asdict(self.lines.events_digest())}
+        written = {METRICS: asdict(self.lines.metrics_digest()), EVENTS: asdict(self.lines.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
         if self.group.any(self.lines.no_room) and not stop():
             self._tell_if(self.lines.unwritten, "waits")
@@ -427,8 +428,6 @@ class RunTrainer:
             time.sleep(SHORT_PAUSE)
             self.lines.write_waiting()
         self.lines.require_written()
-        for file, why in self.lines.changes(self.training.progress.step).items():
-            self._on_event("finished_file_changed", self._at | {"file": file, "why": why})
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
@@ -472,8 +471,6 @@ class RunTrainer:
 
     def fail(self, values: dict[str, Any]) -> NoReturn:
         """Log a ``stop`` event with ``values``, and raise Diverged with the message ``values["why"]``."""
-        for file, why in self.lines.changes(self.training.progress.step).items():
-            self.event("file_changed", file=file, why=why)
         self.event("stop", **values)
         self._tell_if(self.lines.unwritten, "lines_lost")
         raise Diverged(values["why"])
@@ -507,6 +504,11 @@ class RunTrainer:
             require_own_files(self.run, found.state)
         self.damaged = damaged
         return found
+
+    def _unsaved(self, error: str) -> InputError:
+        return InputError(
+            f"{self.run.checkpoints}: checkpoint not saved: {error}; correct this and run the same command again"
+        )
 
     def _unusable(self) -> InputError:
         why = (
