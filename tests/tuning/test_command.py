@@ -37,7 +37,7 @@ from leaven.training.outcome import Baseline
 from leaven.training.run_logs import log_records, wandb_rows
 from leaven.tuning import search
 from leaven.tuning.command import Command, LossSource, SearchedValue, command_space, fill, text_of
-from leaven.tuning.service import command_study, processes, search_loop
+from leaven.tuning.service import command_study, processes
 from leaven.tuning.service.command_study import CommandStudy, CommandTrainer
 from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDied
@@ -316,21 +316,6 @@ def test_a_full_disk_fails_no_trial(write: Write, monkeypatch: pytest.MonkeyPatc
     assert begun == [0, 0, 1, 1, 1, 2]  # no attempt waits, because its time would count as --hours
     assert "trial 0 ended with exit code 1; the disk of" in printed
     assert printed.count("the next trial waits, because the disk of study/trials is full; make room") == 2
-
-
-def test_a_command_that_made_room_again_fails_no_trial(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_study, "FULL_SECONDS", 0.1)
-    monkeypatch.setattr(search_loop, "STORE_POLL", 0.05)
-    fails = "echo x >> ran; test $(wc -l < ran) -gt 5 || { echo '[Errno 28] No space left on device'; exit 1; }"
-    file = write(f"{fails}; echo iter 1: val loss 3; : {{lr}} {{seed}}", PATTERN, ONE)
-    printed = tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)
-    assert [trial.state for trial in document().trials] == ["complete"]
-    assert printed.count("ended with exit code 1; a disk is full, so it runs again") == 5
-    assert printed.count("the next trial waits, because a disk is full; make room") == 5
-    with trainer(write("echo Disk quota exceeded; exit 1; : {lr} {seed}", PATTERN, ONE), works=True) as run:
-        for failure in [TrialReleased] * command_study.MOST_REPEATS + [WorkerDied]:
-            with pytest.raises(failure):
-                run(Proposal({"lr": 0.0}, 0, origin=0))
 
 
 @pytest.mark.parametrize("loss", ["", 'loss = {jsonl = "{out}/log", key = "loss"}\n'])
@@ -1023,9 +1008,9 @@ LARGE = b"1" + b"0" * 400  # beyond a float
 @pytest.mark.parametrize(
     ("kind", "content", "error"),
     [
-        ("wandb", wandb_log(b"\xff" * 30), "a.wandb is damaged at byte 7: .*a number has more than 10 bytes"),
-        ("wandb", wandb_log(b"\x12\xff\xff\x7fx"), "a field is longer than its record"),
-        ("wandb", wandb_log(b"\x12\xff"), "a number is incomplete"),
+        ("wandb", wandb_log(b"\xff" * 30), "a.wandb is damaged at byte 7: the record cannot be read"),
+        ("wandb", wandb_log(b"\x12\xff\xff\x7fx"), "the record cannot be read"),
+        ("wandb", wandb_log(b"\x12\xff"), "the record cannot be read"),
         ("wandb", wandb_log(wandb_row(_step=b"1", loss=LARGE)), "loss is 10+, not a number"),
         ("wandb", wandb_log(wandb_row(_step=LARGE, loss=b"3")), "the step _step = 10+, not a number; correct what"),
         ("wandb", wandb_log(wandb_row(_step=b"NaN", loss=b"3")), "the step _step = nan, not a number"),
@@ -1099,6 +1084,8 @@ def test_texts_are_quoted_once(write: Write) -> None:
         '"$(echo "{opt}")"',
         "${x:-{opt}}",
         "<<end\n{opt}\nend",
+        "a#'\n{opt} '",
+        "'{opt}' {opt}",
     ],
 )
 def test_a_text_inside_quotes_is_refused(write: Write, command: str) -> None:

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,36 +159,48 @@ def wandb_rows(
 
     ``cut`` is called with a message if the file ends within a record. Raise LogDamaged if a record is damaged.
     """
+    from google.protobuf.message import DecodeError
+
     for at, record in log_records(storage.read(file), str(file), cut):
         try:
-            histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history
-        except (ValueError, RecursionError) as error:
+            items = _wandb_record().FromString(record).history.item
+            row = {
+                ".".join([item.key] if item.key else item.nested_key): json.loads(item.value_json) for item in items
+            }
+        except (DecodeError, ValueError, RecursionError) as error:
             why = "a value is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise LogDamaged(file, at, f"the record cannot be read ({why})") from None
-        for row in histories:
+        if row:
             yield row.get("_step"), row
 
 
-def _row(history: int | memoryview) -> dict[str, Any]:
-    items = _fields(history) if isinstance(history, memoryview) else ()
-    return dict(_item(item) for number, item in items if number == 1 and isinstance(item, memoryview))
+@cache
+def _wandb_record() -> Any:
+    """Return the protobuf class of a W&B record, with the fields that are read of it.
 
+    Source: https://github.com/wandb/wandb/blob/main/wandb/proto/wandb_internal.proto.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-def _item(item: memoryview) -> tuple[str, Any]:
-    """Return the name and value of a HistoryItem. The name joins nested keys with dots."""
-    keys, value = [], None
-    for field, content in _fields(item):
-        if isinstance(content, memoryview):
-            if field == 16:  # value_json
-                value = json.loads(bytes(content))
-            else:  # key or nested_key
-                keys.append(str(content, "utf-8"))
-    return ".".join(keys), value
+    text = """
+        name: "leaven_wandb.proto" package: "leaven_wandb" syntax: "proto3"
+        message_type { name: "Record"
+          field { name: "history" number: 2 type: TYPE_MESSAGE label: LABEL_OPTIONAL type_name: "History" } }
+        message_type { name: "History"
+          field { name: "item" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED type_name: "Item" } }
+        message_type { name: "Item"
+          field { name: "key" number: 1 type: TYPE_STRING label: LABEL_OPTIONAL }
+          field { name: "nested_key" number: 2 type: TYPE_STRING label: LABEL_REPEATED }
+          field { name: "value_json" number: 16 type: TYPE_STRING label: LABEL_OPTIONAL } }
+    """
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("leaven_wandb.Record"))
 
 
 def log_records(
     log: bytes, name: str, cut: Callable[[str], object] = lambda message: None
-) -> Iterator[tuple[int, memoryview]]:
+) -> Iterator[tuple[int, bytes]]:
     """Yield (position of the first byte, content) for each record of a log in LevelDB's format, which W&B uses.
 
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. In W&B, the file begins with a header of 7
@@ -219,35 +232,7 @@ def log_records(
         parts.append(content)
         at = begin + size
         if kind in {_FULL, _LAST}:
-            yield first, memoryview(b"".join(parts))
+            yield first, b"".join(parts)
             first, parts = at, []
     if at < len(log) or parts:
         cut(f"{Path(name).name} is cut within the record at byte {first if parts else at:,}")
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (number, content) of each field of a protobuf message. Raise ValueError for an invalid message."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = 0
-        for shift in range(0, 70, 7):  # 64 bits have at most 10 bytes
-            if at >= len(message):
-                raise ValueError("a number is incomplete")
-            byte = message[at]
-            at, value = at + 1, value | (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-        raise ValueError("a number has more than 10 bytes")
-
-    while at < len(message):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            yield number, varint()
-            continue
-        size = {1: 8, 5: 4}.get(kind) or varint()
-        if at + size > len(message):
-            raise ValueError("a field is longer than its record")
-        yield number, message[at : at + size]
-        at += size

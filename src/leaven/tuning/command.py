@@ -50,7 +50,6 @@ SEED, OUT, WORKER, CONFIG, RECIPE = "seed", "out", "worker", "config", "recipe"
 OF_TRIAL = (SEED, OUT, WORKER, CONFIG)  # placeholders that are not searched values
 NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
-_QUOTING = re.compile(rf"{_PLACEHOLDER.pattern}|\\[^{{]|['\"\n]|(?<![^\s;&|()])#")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
 # What {loss} takes: all characters of a number, also of one that cannot be read, such as 1,234.5, 2.3k or ****.
 LOSS_TEXT = r"(?:[\w.+*#-]|[^\x00-\x7f]|[,'](?=\d))*"
@@ -462,18 +461,21 @@ def _names(*texts: str) -> set[str]:
 
 
 def _in_quotes(command: str) -> set[str]:
-    """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash."""
+    """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash.
+
+    Each placeholder is replaced by a word. It is in none of these if the shell would read this word by itself.
+    """
     if _NESTED.search(command):
         return _names(command)
-    found, inside, at = set[str](), "", 0  # ``inside`` is the open quote, or # in a comment
-    while token := _QUOTING.search(command, at):
-        text, at = token[0], token.end()
-        if token[2]:
-            found |= {token[2]} if inside or command[: token.start()].endswith("\\") else set()
-        elif text[0] == "\\" and inside in {"'", "#"}:  # a backslash escapes nothing there
-            at = token.start() + 1
-        elif text == inside != "#" or (text == "\n" and inside == "#"):
-            inside = ""
-        elif text in {"'", '"', "#"}:
-            inside = inside or text
-    return found
+    names = list[str]()
+
+    def word(found: re.Match[str]) -> str:
+        names.append(found[2] or "")
+        return f" \0{len(names) - 1} " if found[2] else found[0]
+
+    text = re.sub(r"(?<=[^\s;&|()])#", "_", _PLACEHOLDER.sub(word, command))  # inside a word, # begins no comment
+    try:
+        words = set(shlex.split(text, comments=True))
+    except ValueError:  # an open quote
+        words = set()
+    return {name for number, name in enumerate(names) if name and f"\0{number}" not in words}

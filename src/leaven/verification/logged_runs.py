@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import astuple
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, differing, flatten
-from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import FREE_FIELDS, MINOR_FIELDS
 from leaven.training.integrity import faults
 from leaven.training.rewind import changed_values
@@ -136,7 +136,7 @@ def _runs_by_size(
     for values in found.values():
         for runs in values.values():
             first = next(iter(runs.values()))
-            _refuse_one_run([*runs.values()], _numbers_of(first, [*axes, value]), path, logs.loss)
+            _refuse_one_run(runs.values(), _numbers_of(first, [*axes, value]), logs.loss)
         _refuse_copies(runs.values() for runs in values.values())
     return losses, axes, [*columns, *logs.unused_numbers(used)]
 
@@ -247,33 +247,20 @@ def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
     return "" if re.search(r"\d", folders[0].name) else f"read one of them with --loss {folders[0].name}/{loss}"
 
 
-def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str) -> None:
-    """Raise InputError if two logs of the same size and value seem to be one run, although they would be two seeds.
+def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
+    """Raise InputError if two logs of one size and value may be one run, because one of them has no seed.
 
-    This holds for two formats, such as W&B and TensorBoard, if one of the logs has no seed. It also holds for two
-    folders of TensorBoard without a seed whose paths below ``root`` have the same names with a number, such as
-    width64-lr0.01/train and width64-lr0.01/val. ``what`` is the size and value for the message.
+    A log is a folder of TensorBoard, such as train or val, a run of W&B, or a table. Rows of tables without a seed
+    are runs of their own. ``what`` is the size and value for the message.
     """
-    formats: dict[str, LoggedRow] = {}
-    numbered: dict[Hashable, LoggedRow] = {}
-    for row in [row for row in runs if row.source is not None]:
-        file = Path(str(row.source))
-        kind = "TensorBoard" if file.is_dir() else "W&B" if is_one_run(file) else "a table"
-        formats.setdefault(kind, row)
-        for other_kind, other in formats.items():
-            if other_kind != kind and None in (row.seed(), other.seed()):
-                raise InputError(
-                    f"{other.place} ({other_kind}) and {row.place} ({kind}) are both of {what}, as if they were one "
-                    "run; move one of the two elsewhere, or if they are two runs, give both a seed"
-                )
-        if kind != "TensorBoard" or row.seed() is not None:
-            continue
-        parts = [part for part in file.relative_to(root).parts if re.search(r"\d", part)]
-        if (other := numbered.setdefault(tuple(parts), row)) is not row:
-            hint = _one_folder(row, other, loss) or "move one of them elsewhere"
+    seeded_first = sorted(runs, key=lambda row: row.seed() is None)
+    logs = {row.source: row for row in seeded_first if row.source is not None}
+    for (file, row), (other_file, other) in combinations(logs.items(), 2):
+        if None in (row.seed(), other.seed()) and (is_one_run(file) or is_one_run(other_file)):
+            hint = _one_folder(other, row, loss) or "move one of them elsewhere"
             raise InputError(
-                f"{other.source} and {file} are both of {what}, and differ only in names without a number, as if "
-                f"they were one run; {hint}, or if they are two runs, add seed0 and seed1 to the names"
+                f"{row.place} and {other.place} are both of {what}, as if they were one run; {hint}, or if they are "
+                "two runs, give both a seed, such as seed0 and seed1 in their names"
             )
 
 
@@ -373,7 +360,7 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
             "column width"
         )
     for name, rows in firsts.items():
-        _refuse_one_run(rows, name, path, logs.loss)
+        _refuse_one_run(rows, name, logs.loss)
     return {name: found[name] for name in sorted(found, key=lambda name: order[name])}, sorted(unused)
 
 
@@ -500,10 +487,6 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
         for other, its_folder in others
         for change in differing(_kept_values(one, path), _kept_values(other, path))
     ]
-    if not path.startswith("scaling.") and any(change[0].startswith("scaling.") for _, change in changes):
-        recipes = [recipe for recipe, _ in firsts.values()]
-        if any(all(_scaled_alike(each, recipe) for recipe in recipes) for each in recipes):
-            changes = [(of, change) for of, change in changes if not change[0].startswith("scaling.")]
     if changes:
         its_folder, (key, theirs, own) = changes[0]
         of_target = not key.startswith(("hyperparameters.", "model.", "scaling."))
@@ -532,20 +515,6 @@ def _whole_scaling(recipe: Recipe) -> dict[str, Any]:
     sizes = {"width": base.width, "depth": base.depth, "batch_tokens": base.batch_tokens, "tokens": base.tokens}
     sizes |= {"d_ff": shape.d_ff, "d_head": shape.d_head, "n_kv_heads": shape.n_kv_heads}
     return recipe.scaling.model_dump() | {"base": sizes}
-
-
-def _scaled_alike(one: Recipe, other: Recipe) -> bool:
-    """Return whether rule and base of ``one`` give ``other`` the values that it has.
-
-    This is so with another base if the rule changes nothing between the two bases.
-    """
-    try:
-        moved = other.replace({"scaling": _whole_scaling(one)})
-    except ValueError:  # this base does not fit the model
-        return False
-    tables = [parameter_table(recipe) for recipe in (other, moved)]
-    own, theirs = [(table.rows, table.attention_scale, table.beta2, table.router_losses) for table in tables]
-    return own == theirs
 
 
 def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
