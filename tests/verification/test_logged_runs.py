@@ -19,8 +19,8 @@ from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_lines import digest
 from leaven.training.run_logs import by_event_name
-from leaven.verification.logged_rows import LoggedRow, RunLogs, named_numbers, read_rows, size_in
-from leaven.verification.logged_runs import _last, collapse_of_runs, curves_of, transfer_of_runs
+from leaven.verification.logged_rows import RunLogs, named_numbers, read_rows, size_in
+from leaven.verification.logged_runs import collapse_of_runs, curves_of, transfer_of_runs
 
 OCTAVES = range(-9, -3)
 Row = dict[str, float | str]
@@ -621,7 +621,8 @@ def test_numbers_that_occur_twice_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=wrong):
             transfer_of_runs(tensorboard_runs(tmp_path / name[-4:], name))
     names = [
-        f"trial{a}/trial{b}-seed{b}-width{w}-lr{lr}" for a, (b, w, lr) in enumerate(product((1, 2), (64, 128), (1, 2, 4)))
+        f"trial{a}/trial{b}-seed{b}-width{w}-lr{lr}"
+        for a, (b, w, lr) in enumerate(product((1, 2), (64, 128), (1, 2, 4)))
     ]
     document = transfer_of_runs(tensorboard_runs(tmp_path / "d", *names))
     assert document.settings["columns not used"] == ["step", "trial"]
@@ -661,14 +662,6 @@ def test_two_runs_in_one_curve_are_refused(steps: tuple[int, ...], row: str, tmp
 def test_rows_of_a_resumed_run_replace_those_of_the_same_steps(tmp_path: Path) -> None:
     written: list[Row] = [{"step": step, "loss": 10 - n} for n, step in enumerate((1, 2, 3, 2, 3, 4))]
     assert curves_of(write(tmp_path / "runs.csv", written)) == {"runs": [[(1, 10), (2, 7), (3, 6), (4, 5)]]}
-
-
-def test_the_last_row_of_a_resumed_log_counts_in_transfer() -> None:
-    """A logger may count its interval from the start of the process, so that a resumed run has other steps."""
-    logged = [LoggedRow("row", {"step": step, "loss": 3.0}) for step in (10, 20, 30, 15, 25, 35)]
-    assert _last(logged) is logged[-1]
-    with pytest.raises(InputError, match="step 25 comes after 30, as if a second run began"):
-        _last(logged[:-1])
 
 
 def test_sizes_are_in_the_order_of_their_units(tmp_path: Path) -> None:

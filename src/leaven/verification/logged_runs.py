@@ -146,17 +146,17 @@ def _rows_of_other_runs(logs: RunLogs, value: str, used: Collection[str]) -> lis
 
     Raise InputError if two such runs are copies, or if one is shorter than others of its size.
     """
-    rows, logged, curves = list[LoggedRow](), list[LoggedRow](), dict[Hashable, str]()
+    rows, ends, curves = list[LoggedRow](), list[LoggedRow](), dict[Hashable, str]()
     for file in logs.others:
         found_here = logs.rows(file, used)
         if is_one_run(file):
-            logged.append(end := _last(found_here))
-            if math.isfinite(end.loss()):
-                curve = hash(tuple((row.number("step"), str(row.values["loss"])) for row in found_here))
-                _require_new(curves, (*map(end.values.get, (*AXES, value)), curve), str(file), "losses")
+            points, end = _points(found_here, "step"), found_here[-1]
+            if all(math.isfinite(loss) for _, loss in points):
+                _require_new(curves, (*map(end.values.get, (*AXES, value)), *points), str(file), "losses")
             found_here = [end]
+            ends.append(end)
         rows += found_here
-    _refuse_unfinished(logged)
+    _refuse_unfinished(ends)
     return rows
 
 
@@ -416,17 +416,6 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
         f"{row.place}: {time} {at:g} comes after {furthest:g}, as if a second run began; write each run into a file "
         "of its own, in the order of time, or add the column seed"
     )
-
-
-def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
-    """Return the last row of a run. Raise InputError if its step is not finite or not the highest."""
-    last, highest = rows[-1].number("step"), max(row.number("step") for row in rows)
-    if not last == highest < math.inf:
-        raise InputError(
-            f"{rows[-1].place}: step {last:g} comes after {highest:g}, as if a second run began; write each run into "
-            "a file of its own, in the order of time"
-        )
-    return rows[-1]
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
