@@ -1304,22 +1304,15 @@ def test_the_loss_is_that_of_the_last_stage(tmp_path: Path, kind: str) -> None:
 
 def test_two_curves_of_one_name_are_refused(write: Write) -> None:
     """val is opened first, so that train has the later file and would decide."""
-    Path("train.py").write_text(
-        "import sys\n"
-        "from torch.utils.tensorboard import SummaryWriter\n"
-        "val, train = (SummaryWriter(f'{sys.argv[1]}/{name}') for name in ('val', 'train'))\n"
-        "for step in range(1, 4):\n"
-        "    train.add_scalar('loss', 2 / step, step)\n"
-        "    val.add_scalar('loss', 3 / step, step)\n"
-        "train.close(), val.close()\n"
-    )
-    command = f"{sys.executable} train.py {{out}}; : {{lr}} {{seed}}"
-    file = write(command, 'loss = {tensorboard = "{out}", key = "loss"}\n', ONE)
-    study = (file, "--study", "study", "--trials", 1, "--noise", 0.01)
-    printed = tune(*study, code=2)
+    for number, (folder, loss) in enumerate((("val", 1.0), ("train", 0.5))):
+        Path("curves", folder).mkdir(parents=True)
+        Path("curves", folder, f"events.out.tfevents.170000000{number}.host.9.0").write_bytes(tfevents([(3, loss)]))
+    command = "cp -r curves/. {out}; : {lr} {seed}"
+    study = ("--study", "study", "--trials", 1, "--noise", 0.01)
+    printed = tune(write(command, 'loss = {tensorboard = "{out}", key = "loss"}\n', ONE), *study, code=2)
     assert "has loss in several folders, train and val; set loss.tensorboard to the folder of one, or" in printed
     file = write(command, 'loss = {tensorboard = "{out}/val", key = "loss"}\n', ONE)
-    tune(file, "--study", "other", "--trials", 1, "--noise", 0.01)
+    tune(file, "--study", "other", *study[2:])
     assert [trial.loss for trial in document("other").trials] == [1.0]
 
 

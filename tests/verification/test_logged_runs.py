@@ -964,6 +964,7 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
 def test_hyperparameters_in_tensorboard_are_no_run(tmp_path: Path) -> None:
     """``add_hparams`` writes an event file with the results into a subfolder of the run."""
     from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
 
     runs = rows({64: -6.0, 128: -6.0}, 0.001, seeds=2)
     for run in runs:
@@ -983,6 +984,15 @@ def test_hyperparameters_in_tensorboard_are_no_run(tmp_path: Path) -> None:
         expected[0].slope
     ]
     assert transfer_of_runs(tmp_path / "own").rows == expected  # with two event files in each folder
+    with pytest.raises(InputError, match="has no column loss; it has no columns; name the loss with --loss"):
+        transfer_of_runs(tmp_path / "result")
+    # A run that has ended before its first loss is not left out.
+    lost = tmp_path / "hp" / "width64-lr1-seed0"
+    with SummaryWriter(lost) as writer:
+        for summary in hparams({"lr": 0.1}, {"hp_metric": -1}):  # type: ignore[no-untyped-call]
+            writer._get_file_writer().add_summary(summary)
+    with pytest.raises(InputError, match="width64-lr1-seed0 has no column loss; it has no columns"):
+        transfer_of_runs(tmp_path / "hp")
     # A run below another, such as one that was started again, is no result.
     with SummaryWriter(tmp_path / "plain" / "width64-lr0.015625-seed0" / "again") as writer:
         writer.add_scalar("loss", 2.0, 20)

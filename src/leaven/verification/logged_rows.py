@@ -11,14 +11,14 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from leaven import storage
 from leaven.data.sources import OF_DISKS
 from leaven.errors import InputError
-from leaven.training.run_logs import EVENTS, EventFile, by_event_name, read_event_files, wandb_rows
+from leaven.training.run_logs import EVENTS, EventFile, by_event_name, read_event_file, wandb_rows
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
 UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
@@ -185,9 +185,7 @@ class RunLogs:
         events = _event_files(folders, loss)
         if not (own or files or events):
             kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
-            if folders:
-                kinds = "only results of add_hparams, whose names begin with hparam/"
-            raise InputError(f"{path} has {kinds}; give a folder with logged runs, or the name of their --loss")
+            raise InputError(f"{path} has {kinds}; give a folder with logged runs")
         names = [str(file.relative_to(path)) for file in sorted(unread)]
         names = names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"]
         others = sorted([*files, *events])
@@ -278,18 +276,19 @@ def _event_files(folders: Iterable[Path], loss: str) -> dict[Path, list[EventFil
     """
     found, chosen = dict[Path, list[EventFile]](), set[Path]()
     for folder in sorted(folders):
-        paths = [file for file in folder.iterdir() if EVENTS in file.name]
-        files, inner = read_event_files(paths, loss), loss.removeprefix(f"{folder.name}/")
-        if inner != loss and not any(file.points for file in files):
-            in_folder = read_event_files(paths, inner)
+        paths = sorted((file for file in folder.iterdir() if EVENTS in file.name), key=by_event_name)
+        every, inner = [read_event_file(file, loss) for file in paths], loss.removeprefix(f"{folder.name}/")
+        if inner != loss and not any(file.points for file in every):
+            in_folder = [read_event_file(file, inner) for file in paths]
             if any(file.points for file in in_folder):
-                files = in_folder
+                every = in_folder
                 chosen.add(folder)
-        of_run = folder
-        if all(file.of_hparams for file in files) and (
-            HPARAMS_FOLDER.fullmatch(folder.name) or any(file.tags for file in found.get(folder.parent, ()))
-        ):
-            of_run = folder.parent
+        of_run, files = folder, [file for file in every if not file.of_hparams or loss.startswith("hparam/")]
+        if all(file.of_hparams for file in every):
+            if HPARAMS_FOLDER.fullmatch(folder.name) or any(file.tags for file in found.get(folder.parent, ())):
+                of_run = folder.parent
+            elif not files:  # a run of which no more is known has no loss
+                files = [replace(file, points=[]) for file in every]
         if files:
             found.setdefault(of_run, []).extend(files)
     above = {folder.parent for folder in chosen}

@@ -107,8 +107,8 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
         line = text[text.rfind("\n", 0, unread.start("loss")) + 1 :].partition("\n")[0].strip()
         raise InputError(
             f"{file}: the last loss is {unread['loss'][:60] or 'empty'}, which is not a complete number, in the "
-            f"line {line[:200]!r}; let the command print losses as 1234.5 or nan, or write a loss.pattern that "
-            "matches all text around the number, and no other line"
+            f"line {line[:200]!r}; let the command print losses as 1234.5 or nan, or write a loss.pattern with the "
+            "text directly before the number (not .*), which matches no other line"
         )
 
 
