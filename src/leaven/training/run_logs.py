@@ -6,12 +6,13 @@ If this record is incomplete, readers leave it out and pass a message to their a
 """
 
 import json
-import math
 import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
-OF_NAN = re.compile("(?<![a-z])(?i:nan|inf|skip|skipped|overflow)(?![a-z])")  # in names logged because of NaN
-_OF_BEST = re.compile("(?<![a-z])(?i:best|min)(?![a-z])")  # in names of losses that stay finite while the loss is NaN
+EVENTS = "tfevents"  # part of the name of every TensorBoard event file
 _BFLOAT16 = 14  # DT_BFLOAT16 of TensorFlow
 
 
@@ -35,134 +35,64 @@ class LogDamaged(InputError):
         super().__init__(f"{file} is damaged at byte {at:,}: {why}; remove the file, or copy it again")
 
 
-def is_another_loss(name: str, value: object) -> bool:
-    """Return whether a field is a finite loss other than the best loss.
+@dataclass(frozen=True)
+class EventFile:
+    """A TensorBoard event file, read for one of its tags."""
 
-    Its name ends in "loss", as ``val_loss``, and does not have the word best or min, as ``best_loss`` has.
-    """
-    finite = isinstance(value, int | float) and abs(value) < math.inf
-    return finite and name.lower().endswith("loss") and not _OF_BEST.search(name)
+    path: Path
+    tags: set[str]  # of all numbers and tensors
+    points: list[tuple[int, Any]]  # (step, value) for each value of the tag
+    of_hparams: bool  # whether ``SummaryWriter.add_hparams`` of PyTorch wrote it: it has results, and no loss curve
+    cut: str  # a message if the file ends within a record, or else ""
 
 
-def tensorboard_rows(
-    file: Path, tag: str, cut: Callable[[str], object] = lambda message: None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file.
+def read_event_file(file: Path, tag: str) -> EventFile:
+    """Return the tags of the numbers in a TensorBoard event file, and the numbers of ``tag``.
 
-    The value is None for other names than ``tag``. For a tensor that is not a scalar, it is a text with the shape.
-
-    Args:
-        cut: called with a message if the file ends within a record.
+    A tensor that is not a scalar has a text with its shape as its value. A file of ``add_hparams`` begins with a
+    description of the experiment, which names the results, and has each of them once. A file in which a logger mixes
+    hyperparameters and a loss curve has other tags, too.
 
     Raises:
         LogDamaged: if a record is damaged.
     """
-    return ((step, row) for _, step, row in tensorboard_events(file, tag, cut))
-
-
-def tensorboard_events(
-    file: Path, tag: str, cut: Callable[[str], object] = lambda message: None
-) -> Iterator[tuple[float, int, dict[str, Any]]]:
-    """Yield (time, step, {name: value}) as :func:`tensorboard_rows` does. The time is in seconds since 1970, or 0."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    for at, record in _tensorboard_records(file, cut):
+    tags, points, cut = set[str](), list[tuple[int, Any]](), list[str]()
+    results, of_hparams = set[str](), False
+    for at, record in _tensorboard_records(file, cut.append):
         try:
             event = Event.FromString(record)
-            rows = [
-                {value.tag: _scalar(value) if value.tag == tag else None}
-                for value in event.summary.value
-                if value.WhichOneof("value") in {"simple_value", "tensor"}
-            ]
+            for value in event.summary.value:
+                if not tags and value.tag == "_hparams_/experiment":
+                    data = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+                    results, of_hparams = {metric.name.tag for metric in data.experiment.metric_infos}, True
+                if value.WhichOneof("value") in {"simple_value", "tensor"}:
+                    of_hparams = of_hparams and value.tag in results - tags
+                    tags.add(value.tag)
+                    if value.tag == tag:
+                        points.append((event.step, _scalar(value)))
         except (DecodeError, ValueError) as error:
             raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
-        yield from ((event.wall_time, event.step, row) for row in rows)
+    return EventFile(file, tags, points, of_hparams, "".join(cut))
 
 
-def tensorboard_tags(file: Path) -> list[str]:
-    """Return the tag of each value in a TensorBoard event file, also of texts, images and hyperparameters.
+def read_event_files(files: Iterable[Path], tag: str) -> list[EventFile]:
+    """Return event files of TensorBoard, in the order of the times and counters in their names.
 
-    Raises:
-        LogDamaged: if a record is damaged.
+    A file of ``add_hparams`` is left out unless ``tag`` begins with hparam/: a result may be a placeholder under the
+    name of the loss.
     """
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    tags = []
-    for at, record in _tensorboard_records(file, lambda message: None):
-        try:
-            tags += [value.tag for value in Event.FromString(record).summary.value]
-        except DecodeError as error:
-            raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
-    return tags
+    found = [read_event_file(file, tag) for file in sorted(files, key=by_event_name)]
+    return [file for file in found if tag.startswith("hparam/") or not file.of_hparams]
 
 
 def by_event_name(file: Path) -> tuple[list[str | int], Path]:
     """Return a sort key for TensorBoard event files: the numbers in their names, such as the time and a counter."""
     parts = re.split(r"([0-9]+)", file.name)
     return [int(part) if part.isdecimal() else part for part in parts], file
-
-
-def superseded_events(files: Collection[Path], loss: str) -> set[Path]:
-    """Return the TensorBoard event files to leave out because ``SummaryWriter.add_hparams`` of PyTorch wrote a file.
-
-    That file has the hyperparameters and results of a run, once each, and is in the folder of the run or in a
-    subfolder of it. A result is no point of the loss curve, even with the same name: it may be a placeholder. So the
-    file is left out. But if only this file has ``loss``, it counts, and the files of the run are left out instead.
-    For this, the name begins with hparam/, or the file was written after the last value of the run.
-
-    Raises:
-        LogDamaged: if a record is damaged.
-    """
-    results = {file: tags for file in files if (tags := _results_of_hparams(file)) is not None}
-    runs = [file for file in files if file not in results]
-    found = set[Path]()
-    for file, tags in results.items():
-        folder = next(
-            (each for each in (file.parent, file.parent.parent) if each in {run.parent for run in runs}), None
-        )
-        if folder is None:  # the results are all that is known of this run
-            continue
-        found.add(file)
-        if loss in tags:
-            run = [each for each in runs if each.is_relative_to(folder)]
-            events = [event for each in run for event in tensorboard_events(each, loss)]
-            last = max((time for time, _, _ in events), default=0.0)
-            of_end = min((time for time, _, _ in tensorboard_events(file, loss)), default=0.0) >= last
-            if (loss.startswith("hparam/") or of_end) and all(row.get(loss) is None for _, _, row in events):
-                found.remove(file)
-                found |= {each for each in run if each.parent == folder}
-    return found
-
-
-def _results_of_hparams(file: Path) -> set[str] | None:
-    """Return the names of the results in an event file of ``add_hparams``, or None for another event file.
-
-    Such a file begins with a description of the experiment that names the results, and each of its tags occurs once.
-    A file in which a logger mixes hyperparameters and a loss curve has other tags, too.
-    """
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    found, results = set[str](), set[str]()
-    for at, record in _tensorboard_records(file, lambda message: None):
-        try:
-            for value in Event.FromString(record).summary.value:
-                if not found and value.tag == "_hparams_/experiment":
-                    data = HParamsPluginData.FromString(value.metadata.plugin_data.content)
-                    results = {metric.name.tag for metric in data.experiment.metric_infos}
-                elif (
-                    not found
-                    or value.tag in found
-                    or not (value.tag in results or value.tag.startswith("_hparams_/"))
-                ):
-                    return None
-                found.add(value.tag)
-        except DecodeError as error:
-            raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
-    return found & results if found else None
 
 
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
@@ -229,36 +159,48 @@ def wandb_rows(
 
     ``cut`` is called with a message if the file ends within a record. Raise LogDamaged if a record is damaged.
     """
+    from google.protobuf.message import DecodeError
+
     for at, record in log_records(storage.read(file), str(file), cut):
         try:
-            histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history
-        except (ValueError, RecursionError) as error:
+            items = _wandb_record().FromString(record).history.item
+            row = {
+                ".".join([item.key] if item.key else item.nested_key): json.loads(item.value_json) for item in items
+            }
+        except (DecodeError, ValueError, RecursionError) as error:
             why = "a value is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise LogDamaged(file, at, f"the record cannot be read ({why})") from None
-        for row in histories:
+        if row:
             yield row.get("_step"), row
 
 
-def _row(history: int | memoryview) -> dict[str, Any]:
-    items = _fields(history) if isinstance(history, memoryview) else ()
-    return dict(_item(item) for number, item in items if number == 1 and isinstance(item, memoryview))
+@cache
+def _wandb_record() -> Any:
+    """Return the protobuf class of a W&B record, with the fields that are read of it.
 
+    Source: https://github.com/wandb/wandb/blob/main/wandb/proto/wandb_internal.proto.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-def _item(item: memoryview) -> tuple[str, Any]:
-    """Return the name and value of a HistoryItem. The name joins nested keys with dots."""
-    keys, value = [], None
-    for field, content in _fields(item):
-        if isinstance(content, memoryview):
-            if field == 16:  # value_json
-                value = json.loads(bytes(content))
-            else:  # key or nested_key
-                keys.append(str(content, "utf-8"))
-    return ".".join(keys), value
+    text = """
+        name: "leaven_wandb.proto" package: "leaven_wandb" syntax: "proto3"
+        message_type { name: "Record"
+          field { name: "history" number: 2 type: TYPE_MESSAGE label: LABEL_OPTIONAL type_name: "History" } }
+        message_type { name: "History"
+          field { name: "item" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED type_name: "Item" } }
+        message_type { name: "Item"
+          field { name: "key" number: 1 type: TYPE_STRING label: LABEL_OPTIONAL }
+          field { name: "nested_key" number: 2 type: TYPE_STRING label: LABEL_REPEATED }
+          field { name: "value_json" number: 16 type: TYPE_STRING label: LABEL_OPTIONAL } }
+    """
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("leaven_wandb.Record"))
 
 
 def log_records(
     log: bytes, name: str, cut: Callable[[str], object] = lambda message: None
-) -> Iterator[tuple[int, memoryview]]:
+) -> Iterator[tuple[int, bytes]]:
     """Yield (position of the first byte, content) for each record of a log in LevelDB's format, which W&B uses.
 
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. In W&B, the file begins with a header of 7
@@ -290,35 +232,7 @@ def log_records(
         parts.append(content)
         at = begin + size
         if kind in {_FULL, _LAST}:
-            yield first, memoryview(b"".join(parts))
+            yield first, b"".join(parts)
             first, parts = at, []
     if at < len(log) or parts:
         cut(f"{Path(name).name} is cut within the record at byte {first if parts else at:,}")
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (number, content) of each field of a protobuf message. Raise ValueError for an invalid message."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = 0
-        for shift in range(0, 70, 7):  # 64 bits have at most 10 bytes
-            if at >= len(message):
-                raise ValueError("a number is incomplete")
-            byte = message[at]
-            at, value = at + 1, value | (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-        raise ValueError("a number has more than 10 bytes")
-
-    while at < len(message):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            yield number, varint()
-            continue
-        size = {1: 8, 5: 4}.get(kind) or varint()
-        if at + size > len(message):
-            raise ValueError("a field is longer than its record")
-        yield number, message[at : at + size]
-        at += size

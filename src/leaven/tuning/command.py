@@ -50,29 +50,10 @@ SEED, OUT, WORKER, CONFIG, RECIPE = "seed", "out", "worker", "config", "recipe"
 OF_TRIAL = (SEED, OUT, WORKER, CONFIG)  # placeholders that are not searched values
 NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
-_QUOTING = re.compile(rf"{_PLACEHOLDER.pattern}|\\[^{{]|['\"\n]|(?<![^\s;&|()])#")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
-# A complete number: not a part of another number or of a word. In "1,234.5", "1'234.5", "1.#QNAN" and "2.3k" there is
-# no match; "2.3nats" and "2.3b" are numbers with their unit.
-_THOUSANDS = "['\u2019\u00a0\u2009\u202f]"  # an apostrophe, or a space at which no line breaks
-_BEFORE = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])"
-_AFTER = rf"(?!\.?(?:{_THOUSANDS}?\d|[#]|[kKmMGT](?![a-zA-Z])|[eEdD][-+\d]|[xX]\d))"
-_DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
-_NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
-# A word like a number, or of the asterisks that Fortran prints for one; not "**2.5**" or the start of "2.50.1.ckpt".
-_UNREADABLE = r"(?:[-+]?\.?\d[\d.,_]*|\*{2,})(?![^ \t\n])"
+# What {loss} takes: all characters of a number, also of one that cannot be read, such as 1,234.5, 2.3k or ****.
+LOSS_TEXT = r"(?:[\w.+*#-]|[^\x00-\x7f]|[,'](?=\d))*"
 _STEP = r"\d+(?:[,_]\d{3})*"
-# Spaces that pad a number to a width. An escape, because (?x) ignores plain spaces; without backtracking (the last
-# +), and not beside a repetition such as .*, which takes spaces, too: two in a row would take long for many spaces.
-_PADDING = r"\x20{0,199}+"
-_REPEATED = (
-    re.compile(r"(?:[*+]|\d\})[?+]?\x20?\Z"),
-    re.compile(r"\x20?\.[*+]|\x20[*+?{]"),
-)  # before and after a placeholder
-# Where they may be: regular expressions for the pattern before a placeholder, which does not end with (?:, (?= or
-# (?<=, and for the pattern after it. After " {", another placeholder may follow, with spaces before it.
-_MAY_PAD = (r"(?s)(?!.*\(\?[\w<-]*[:=]\Z).*(?:[ :=,;]|\\[s|(\[]|\[[ :=,;]+\])\Z", r" (?![*+?{])")
-_MAY_PAD_ALL = (r"(?s)(?!.*\(\?<!).", r"(?![*+?{]|\(\?)")  # not around what (?<!...) or (?!...) excludes
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
 # Keys that may differ between the processes of one study, for example on another machine.
 OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")
@@ -145,37 +126,13 @@ class LossSource(Part):
     def expression(self) -> str:
         """The ``pattern`` as a regular expression: {loss} and {step} become named groups.
 
-        Numbers of a fixed width are padded with spaces. So spaces may stand before a number if the pattern has a
-        space or a sign such as : or = there, and several spaces after a number if the pattern has one. After a word,
-        spaces change the meaning: "loss{loss}" does not read "loss 5 of 10".
+        Trainers pad numbers to a width with spaces. So any number of spaces may stand before a placeholder, and after
+        it if the pattern has a space there.
         """
-        return self._with_loss(_NUMBER)
-
-    @property
-    def unreadable(self) -> str:
-        """The regular expression for losses that :attr:`expression` cannot read, such as 1,234.5."""
-        return self._with_loss(_UNREADABLE)
-
-    @property
-    def any_text(self) -> str:
-        """The ``pattern`` as a regular expression. For {loss}, it accepts any text without spaces, even none."""
-        return self._with_loss(r"[^ \t\n]*")
-
-    @property
-    def padded(self) -> str:
-        """The ``pattern`` as a regular expression in which spaces may stand before and after each number."""
-        return self._with_loss(_NUMBER, _MAY_PAD_ALL)
-
-    def _with_loss(self, loss: str, may_pad: tuple[str, str] = _MAY_PAD) -> str:
         found = self.pattern or ""
-        for name, group in (("loss", f"(?P<loss>{loss})"), ("step", f"(?P<step>{_STEP})")):
-            before, placeholder, after = found.partition(f"{{{name}}}")
-            if placeholder:
-                if re.match(may_pad[0], before) and not _REPEATED[0].search(before):
-                    before += _PADDING
-                if re.match(may_pad[1], after) and not _REPEATED[1].match(after):
-                    after = f" {_PADDING}{after[1:]}" if after.startswith(" ") else _PADDING + after
-                found = f"{before}{group}{after}"
+        for name, text in (("loss", LOSS_TEXT), ("step", _STEP)):
+            found = re.sub(rf"(\{{{name}\}}) (?![*+?{{])", r"\1[ ]{0,99} ", found, count=1)
+            found = found.replace(f"{{{name}}}", f"[ ]{{0,99}}+(?P<{name}>{text})", 1)
         return found
 
     @property
@@ -504,18 +461,21 @@ def _names(*texts: str) -> set[str]:
 
 
 def _in_quotes(command: str) -> set[str]:
-    """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash."""
+    """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash.
+
+    Each placeholder is replaced by a word. It is in none of these if the shell would read this word by itself.
+    """
     if _NESTED.search(command):
         return _names(command)
-    found, inside, at = set[str](), "", 0  # ``inside`` is the open quote, or # in a comment
-    while token := _QUOTING.search(command, at):
-        text, at = token[0], token.end()
-        if token[2]:
-            found |= {token[2]} if inside or command[: token.start()].endswith("\\") else set()
-        elif text[0] == "\\" and inside in {"'", "#"}:  # a backslash escapes nothing there
-            at = token.start() + 1
-        elif text == inside != "#" or (text == "\n" and inside == "#"):
-            inside = ""
-        elif text in {"'", '"', "#"}:
-            inside = inside or text
-    return found
+    names = list[str]()
+
+    def word(found: re.Match[str]) -> str:
+        names.append(found[2] or "")
+        return f" \0{len(names) - 1} " if found[2] else found[0]
+
+    text = re.sub(r"(?<=[^\s;&|()])#", "_", _PLACEHOLDER.sub(word, command))  # inside a word, # begins no comment
+    try:
+        words = set(shlex.split(text, comments=True))
+    except ValueError:  # an open quote
+        words = set()
+    return {name for number, name in enumerate(names) if name and f"\0{number}" not in words}

@@ -2,7 +2,7 @@
 
 In a CSV or JSON lines file, a row is one run (for the check transfer) or one point of a loss curve (for collapse).
 The size is in the columns width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is
-a .wandb file. For these, the path replaces the columns: width256-lr0.004 has the width 256 and the lr 0.004.
+a .wandb file. For these, the path replaces the columns: width=256,lr=0.004 has the width 256 and the lr 0.004.
 """
 
 import csv
@@ -10,8 +10,7 @@ import io
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,22 @@ from typing import Any
 from leaven import storage
 from leaven.data.sources import OF_DISKS
 from leaven.errors import InputError
-from leaven.training.run_logs import (
-    by_event_name,
-    superseded_events,
-    tensorboard_events,
-    tensorboard_rows,
-    tensorboard_tags,
-    wandb_rows,
-)
+from leaven.training.run_logs import EVENTS, EventFile, by_event_name, read_event_file, wandb_rows
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
 UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
-EVENTS = "tfevents"  # part of the name of every TensorBoard event file
 TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-DIGITS = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)"
-NUMBER = rf"{DIGITS}(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
-# The begin of a logarithm's name, as in log2lr-8, log10_lr-3 or ln-lr-6. In log2_width64-lr0.001, log2 is a name of
-# its own.
-_NEXT = r"(?!width|depth|batch|tokens|seed)(?=[a-z_]+[=_-]*[1-9]\d?(?![\de]|\.\d+e))"
-LOG = rf"(?:log(?:2|10)_?{_NEXT}|(?<![a-z])(?:log(?:2|10)?|ln)[-.]{_NEXT})"
-# A name and its number, as part of a path. The groups are the name, digits at its end (as in beta2=0.95), the
-# separator, the number, its unit, and what may be more digits: _024 in width1_024, and b5 in tokens1b5. In
-# lr3e-4b512, b is not a unit, but the next name. NO_COLUMN stands for a condition: in width2-0.95, the width is 2.
-NAMED = (
-    rf"((?:[a-z]+_)*(?:{LOG})?[a-z]+(?:_[a-z]+)*)((?:\d+(?==\d)|NO_COLUMN\d(?=[_-]\d))?)([=_-]?){DIGITS}(?:([kmbt])(?=tok|[^a-z\d]|$))?"
-    r"(_\d{3}(?![a-z\d]))?(?=([kmbtp]\d+)?)"
-)
-WANDB_ID = r"run-(\d{8}_\d{6}-)?[a-z\d]{8}(?=/|\.wandb$)"  # W&B's own names of folders and files
-ONE_OR_TWO = r"\d_0[1-9]\d|\d{1,3}_(000|[1-9]\d\d)"  # such as 1_024; but in lr1_001 and width128_012, a run's number
-LETTER_FOR_POINT = r"\d{1,3}[kmbtp]\d+"  # such as 1b5 or 1p5
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)([kmbt]?)"
+_NAME = r"[a-z]+(?:_[a-z]+)*"
+# A part of a folder's name: a number after its name, as in lr=0.004, lr0.004 or lr-0.004, or a name alone. Only
+# before =, a name may have digits, as in beta2=0.95.
+_PART = re.compile(rf"(?:({_NAME})[=_-]?{_NUMBER}|(\w+)={_NUMBER}|{_NAME})(?:[-_, ]+|$)")
+_LOGARITHMS = re.compile(r"(?<![a-z])(log|ln)(?![a-z])")  # log2-lr-8 has no lr
+_SIZE = re.compile(rf"[^\d]*?{_NUMBER}[^\d]*")  # the name of a size, such as 50m
+WANDB_FOLDER = re.compile(r"(offline-)?run-\d{8}_\d{6}-\w+")
+WANDB_FILE = re.compile(r"run-\w+\.wandb")
+HPARAMS_FOLDER = re.compile(r"\d+\.\d+")  # a time; ``add_hparams`` makes such folders
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest is 1 / LARGEST_NUMBER
 
@@ -58,9 +43,8 @@ class LoggedRow:
     """A row of a file, a point of a run in TensorBoard or W&B, or the result of a run of leaven."""
 
     place: str  # for messages: the path and, for a row of a file, its number
-    values: Mapping[str, Any]  # by column name
+    values: dict[str, Any]  # by column name
     source: Path | None = None  # the file or folder with the row; None for a run of leaven
-    other_loss: Any = None  # the value of the column "loss", if another column is read as the loss
 
     def has(self, column: str) -> bool:
         return self.values.get(column) not in (None, "")
@@ -162,199 +146,189 @@ def _is_own_run(folder: Path, names: Collection[str]) -> bool:
 class RunLogs:
     """The files and folders with runs at or below a path."""
 
+    root: Path  # the path
     own: list[Path]  # run folders of leaven; if there are any, no other runs are read
-    others: list[Path]  # files, and folders with event files of TensorBoard
+    others: list[Path]  # tables, files of W&B, and the folders of ``events``
+    events: dict[Path, list[EventFile]]  # TensorBoard event files by the folder of their run
     unread: list[str]  # names of other files that may contain runs
+    loss: str  # the name of the losses
+    names: dict[Path, list[str]]  # for each run of TensorBoard and W&B, the names in its path that have digits
 
     @classmethod
-    def at(cls, path: Path, loss: str, columns: Collection[str]) -> "RunLogs":
+    def at(cls, path: Path, loss: str) -> "RunLogs":
         """Return the logs at ``path``, which is a log file or a folder with log files or run folders of leaven.
 
-        ``columns`` are the numbers that may distinguish two runs of other programs, such as the width.
         Raise InputError if there are none. Also raise it if there are run folders of leaven and ``loss`` is not
         ``"loss"``, the only name of their losses.
         """
         if not path.exists():
             raise InputError(f"{path}: no such file or folder")
+        own, files, folders, unread = set[Path](), set[Path](), set[Path](), set[Path]()
         if not path.is_dir():
-            return cls([], [path], [])
-        own, others, unread = set[Path](), set[Path](), set[Path]()
-        for folder, names in _folders(path):
+            files.add(path)
+        for folder, names in _folders(path) if path.is_dir() else ():
             if _is_own_run(folder, names):
                 own.add(folder)
             for file in (folder / name for name in names):
                 if EVENTS in file.name:
-                    others.add(folder)
+                    folders.add(folder)
                 elif file.suffix.lower() in SUFFIXES:
-                    others.add(file)
+                    files.add(file)
                 elif (table := UNREAD.search(file.name)) and (folder == path or not table[2]):
                     unread.add(file)  # a .json in an inner folder is often the configuration of a run
         if own and loss != "loss":
             raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
-        if not own | others:
-            kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
-            raise InputError(f"{path} has {kinds}; give a folder with logged runs")
         if own:
             unread = {file for file in unread if file.suffix.lower() != ".json"}  # such as study.json
-            unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
-            others = set()
-        events = {file for folder in others if folder.is_dir() for file in _event_files(folder)}
-        read = events - superseded_events(events, loss)
-        others -= {file.parent for file in events} - {file.parent for file in read}
-        others -= _beside_chosen(others, loss)
-        others -= _older_results(others, loss, path, columns)
+            unread = {file for file in unread | files | folders if own.isdisjoint([file, *file.parents])}
+            files, folders = set(), set()
+        events = _event_files(folders, loss)
+        if not (own or files or events):
+            kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
+            raise InputError(f"{path} has {kinds}; give a folder with logged runs")
         names = [str(file.relative_to(path)) for file in sorted(unread)]
-        return cls(sorted(own), sorted(others), names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"])
+        names = names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"]
+        others = sorted([*files, *events])
+        in_paths = {run: _names_with_digits(run, path) for run in others if is_one_run(run)}
+        return cls(path, sorted(own), others, events, names, loss, in_paths)
+
+    def rows(self, file: Path, columns: Collection[str]) -> list[LoggedRow]:
+        """Return the rows of one of ``others``. The column that ``loss`` names is called "loss" in them.
+
+        ``columns`` are the numbers, such as the width, that are read from the path of a run.
+        """
+        if is_one_run(file):
+            return self._rows_of_run(file, columns)
+        rows, loss = read_rows(file), self.loss.lower()
+        if loss != "loss":
+            if not any(row.has(loss) for row in rows):
+                names = dict.fromkeys(column for row in rows for column in row.values)
+                raise InputError(f"{file} has no column {loss}; its columns are {', '.join(names)}")
+            for row in rows:
+                row.values.pop("loss", None)
+                if loss in row.values:
+                    row.values["loss"] = row.values[loss]
+        return rows
+
+    def _rows_of_run(self, run: Path, columns: Collection[str]) -> list[LoggedRow]:
+        """Return the points of a TensorBoard or W&B run. Raise InputError if it has no loss, or two widths."""
+        cut: list[str] = []
+        if run in self.events:
+            names = {tag for file in self.events[run] for tag in file.tags}
+            points = [point for file in self.events[run] for point in file.points]
+            cut = [file.cut for file in self.events[run] if file.cut]
+        else:
+            rows = list(wandb_rows(run, cut.append))
+            names = {name for _, row in rows for name in row}
+            points = [(step, row[self.loss]) for step, row in rows if self.loss in row]
+        place = f"{run} ({'; '.join(cut)})" if cut else str(run)
+        if not points:
+            has = ", ".join(sorted(names)) or "no columns"
+            raise InputError(f"{place} has no column {self.loss}; it has {has}; name the loss with --loss")
+        known, numbers = {}, self.numbers(run)
+        for name in numbers.keys() & {*columns}:
+            known[name], *more = dict.fromkeys(numbers[name])
+            if more:
+                several = " and ".join(f"{number:g}" for number in (known[name], *more))
+                raise InputError(f"{run}: {name} is {several}; rename all but one, e.g. with _ for - before {name}")
+        return [LoggedRow(place, {**known, "step": step, "loss": loss}, run) for step, loss in points]
+
+    def numbers(self, run: Path) -> dict[str, list[float]]:
+        """Return the named numbers in a run's path, such as {"width": [256.0]} for ``width256``."""
+        found: dict[str, list[float]] = {}
+        for part in self.names[run]:
+            for name, number in named_numbers(part) or ():
+                found.setdefault(name, []).append(number)
+        return found
+
+    def require_readable_names(self, *, sized: bool = False) -> None:
+        """Raise InputError if runs differ in a name with digits that cannot be read: it may contain the size.
+
+        If ``sized``, the first name in a path is the size, such as 50m.
+        """
+        first: tuple[Path, list[str]] | None = None
+        for run, names in self.names.items():
+            parts = run.relative_to(self.root).parts
+            size = (parts[0] if len(parts) > 1 or run.is_dir() else run.stem) if sized and parts else None
+            unread = [name for name in names if named_numbers(name) is None and name != size]
+            other, theirs = first = first or (run, unread)
+            if unread != theirs:
+                name = next(iter({*unread}.symmetric_difference(theirs)), unread[0])
+                raise InputError(
+                    f"{run} and {other}: the name {name} cannot be read; rename it to numbers (no logarithms) with "
+                    "their names, such as width=256,lr=0.004, or give a table of the runs"
+                )
+
+    def unused_numbers(self, columns: Collection[str]) -> list[str]:
+        """Return the names of numbers in the paths of runs that differ and are not in ``columns``."""
+        every = [self.numbers(run) for run in self.names]
+        names = {name for numbers in every for name in numbers} - {*columns}
+        return sorted(name for name in names if any(each.get(name) != every[0].get(name) for each in every))
 
 
-def _event_files(folder: Path) -> list[Path]:
-    return sorted((file for file in folder.iterdir() if EVENTS in file.name), key=by_event_name)
+def _event_files(folders: Iterable[Path], loss: str) -> dict[Path, list[EventFile]]:
+    """Return the TensorBoard event files of each run, by its folder.
 
-
-def _older_results(runs: Iterable[Path], loss: str, root: Path, columns: Collection[str]) -> set[Path]:
-    """Return the folders with results of ``add_hparams`` that a later call for the same run has replaced.
-
-    Each call writes a subfolder of the run, for example once an epoch. Subfolders are of different runs if the
-    numbers of ``columns`` in their names differ.
+    The loss val/loss may also be the tag "loss" in folders called val. Then these are the runs, and the folders
+    beside them, such as train, and those above them are none. A loss such as hparam/loss is a result of
+    ``add_hparams``, whose newest file in or below the folder of a run counts. A folder above runs may have a file
+    without numbers.
     """
-    newest: dict[Hashable, tuple[float, Path]] = {}
-    found = set[Path]()
-    for folder in runs if loss.startswith("hparam/") else ():
-        # A run has values of its own. The folder above many runs may have an event file without any.
-        if folder.is_dir() and any(tensorboard_tags(file) for file in _event_files(folder.parent)):
-            files = [file for file in folder.iterdir() if EVENTS in file.name]
-            events = [event for file in files for event in tensorboard_events(file, loss)]
-            last = max((time for time, _, row in events if row.get(loss) is not None), default=0.0)
-            numbers = _numbers(folder, root, columns)
-            run = (folder.parent, *(str(numbers.get(name)) for name in sorted(columns)))
-            older, newest[run] = sorted([newest.get(run, (last, folder)), (last, folder)])
-            found |= {older[1]} - {newest[run][1]}
-    return found
-
-
-def _beside_chosen(runs: Collection[Path], loss: str) -> set[Path]:
-    """Return the folders with event files that are no runs, because ``loss`` names another folder of the same run.
-
-    The loss val/loss is the tag "loss" in the folders called val, if they have this tag. Then the folders beside
-    them, such as train, and the one above them are left out.
-    """
-    chosen = {run for run in runs if run.is_dir() and _tag_in(run, loss) != loss}
-    above = {run.parent for run in chosen}
-    return {run for run in runs if run.is_dir() and (run in above or run.parent in above)} - chosen
-
-
-def _tag_in(folder: Path, loss: str) -> str:
-    """Return the tag of the loss in a folder with event files: "loss" for val/loss in a folder called val."""
-    if not loss.startswith(f"{folder.name}/"):
-        return loss
-    tags = {tag for file in folder.iterdir() if EVENTS in file.name for tag in tensorboard_tags(file)}
-    tag = loss.removeprefix(f"{folder.name}/")
-    return tag if tag in tags and loss not in tags else loss
+    found, chosen = dict[Path, list[EventFile]](), set[Path]()
+    for folder in sorted(folders):
+        paths = sorted((file for file in folder.iterdir() if EVENTS in file.name), key=by_event_name)
+        every, inner = [read_event_file(file, loss) for file in paths], loss.removeprefix(f"{folder.name}/")
+        if inner != loss and not any(file.points for file in every):
+            in_folder = [read_event_file(file, inner) for file in paths]
+            if any(file.points for file in in_folder):
+                every = in_folder
+                chosen.add(folder)
+        of_run, files = folder, [file for file in every if not file.of_hparams or loss.startswith("hparam/")]
+        if all(file.of_hparams for file in every):
+            if HPARAMS_FOLDER.fullmatch(folder.name) or any(file.tags for file in found.get(folder.parent, ())):
+                of_run = folder.parent
+            elif not files:  # a run of which no more is known has no loss
+                files = [replace(file, points=[]) for file in every]
+        if files:
+            found.setdefault(of_run, []).extend(files)
+    above = {folder.parent for folder in chosen}
+    left_out = {folder for folder in found if folder in above or folder.parent in above} - chosen
+    left_out |= {
+        folder
+        for folder, files in found.items()
+        if not any(file.tags for file in files) and any(folder in other.parents for other in found)
+    }
+    runs = {folder: files for folder, files in found.items() if folder not in left_out}
+    for folder, files in runs.items():
+        if results := [file for file in files if file.of_hparams and file.points]:
+            runs[folder] = [max(results, key=lambda file: by_event_name(file.path))]
+    return runs
 
 
 def is_one_run(path: Path) -> bool:
     return path.is_dir() or path.suffix.lower() == ".wandb"  # a folder is a run of TensorBoard
 
 
-def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the points of a TensorBoard or W&B run. The numbers of ``columns``, such as the width, come from the
-    run's path below ``root``, for example ``width=64/lr=0.01``. Raise InputError if no point has the loss."""
-    cut: list[str] = []
-    if path.is_dir():
-        loss = _tag_in(path, loss)
-        events = _event_files(path)
-        left_out = superseded_events(events, loss)
-        found = [row for file in events if file not in left_out for row in tensorboard_rows(file, loss, cut.append)]
-    else:
-        found = list(wandb_rows(path, cut.append))
-    place = f"{path} ({'; '.join(cut)})" if cut else str(path)
-    known = {name: numbers[0] for name, numbers in _numbers(path, root, columns).items() if name in columns}
-    rows = [
-        LoggedRow(place, {**known, "step": step, "loss": row[loss]}, path)
-        for step, row in found
-        if row.get(loss) is not None
-    ]
-    if not rows:
-        names = ", ".join(sorted({name for _, row in found for name in row})) or "no columns"
-        near = sorted(
-            file.parent
-            for folder in (() if not path.is_dir() else (path,) if path == root else (path, path.parent))
-            for file in folder.glob(f"*/*{EVENTS}*")
-            if not re.search(r"\d", file.parent.name) and file.parent != path
-        )
-        hint = f", or as --loss {near[-1].name}/TAG if it is in {near[-1]}" if near else ""
-        raise InputError(f"{place} has no column {loss}; it has {names}; name the loss with --loss{hint}")
-    return rows
+def _names_with_digits(run: Path, root: Path) -> list[str]:
+    """Return the names in a run's path below ``root`` that have a digit, without those that W&B gives."""
+    parts = [*run.relative_to(root).parts]
+    if not run.is_dir():
+        parts = [part for part in parts[:-1] if not WANDB_FOLDER.fullmatch(part)]
+        parts += [] if WANDB_FILE.fullmatch(run.name) else [run.stem]
+    return [part for part in parts if re.search(r"\d", part)]
 
 
-def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, list[float]]:
-    """Return the named numbers in a run's path below ``root``, such as {"width": [256.0]} for ``width256``.
-
-    If the path has no width, a mup_width or model_width is returned as the width, unless the path has both or
-    ``columns`` names it. The same holds for the depth. Raise InputError if a number may also be two numbers, or if
-    one of ``columns`` has several numbers.
-    """
-    found: dict[str, list[float]] = {}
-    named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
-    pattern = NAMED.replace("NO_COLUMN", "".join(f"(?<!{re.escape(column)})" for column in columns))
-    for letters, digit, separator, number, unit, more, letter in re.findall(pattern, named):
-        name = letters + digit
-        used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
-        if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
-            where = f"{path}: {name}{number}{more} may be one number or two"
-            raise InputError(f"{where}; for one number, remove the _; for two numbers, replace the _ by -")
-        whole = used & {"width", "depth"} and letter[:1] in {"b", "p"}  # as in width256b512
-        if used and not whole and re.fullmatch(LETTER_FOR_POINT, number + unit + more + letter):
-            one = f"{number}.{letter[1:]}{letter[0].strip('p')}"
-            where = f"{path}: {name}{number}{letter} may be one number or two"
-            raise InputError(f"{where}; if it is one, write {one}; if it is two, write - before {letter[0]}")
-        of_log = re.search("(^|_)(log(2|10)|(log|ln)([-._]|lr|wd))", name)
-        sign = -1 if of_log and separator == "-" else 1  # as in log2lr-8
-        found.setdefault(name, []).append(sign * float(number) * UNITS[unit])
-    for size in {"width", "depth"} - found.keys():
-        others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
-        if len(others) == 1:
-            found[size] = found.pop(others[0])
-    for name in found.keys() & {*columns}:
-        if len(numbers := dict.fromkeys(found[name])) > 1:
-            several = " and ".join(f"{number:g}" for number in numbers)
-            raise InputError(f"{path}: {name} is {several}; rename all but one, e.g. with _ for - before {name}")
-    return found
-
-
-def unused_numbers(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
-    """Return the names of numbers in run paths that differ between runs but are not in ``columns``.
-
-    A number is unused if it is in no column, and if it differs between runs or some runs lack it. If runs have
-    different digits in a name, such as run1-2024 and run2-2024, the name is returned without them.
-    """
-    numbers = [_numbers(path, root, columns) for path in paths if is_one_run(path)]
-    stems = {name: name.rstrip("0123456789") for each in numbers for name in each}
-    in_one_run = {stem for each in numbers for stem, count in Counter(map(stems.get, each)).items() if count > 1}
-    several = {stem for stem, count in Counter(stems.values()).items() if count > 1} - in_one_run - {*columns}
-    found = {name for name in stems.keys() - {*columns} if len({str(each.get(name)) for each in numbers}) > 1}
-    return sorted({stems[name] if stems[name] in several else name for name in found})
-
-
-def rows_of(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run. Copy the column that ``loss`` names to the column "loss"."""
-    if is_one_run(path):
-        return _rows_of_curve(path, root, loss, columns)
-    rows = read_rows(path)
-    if (loss := loss.lower()) == "loss":
-        return rows
-    if not any(row.has(loss) for row in rows):
-        columns = dict.fromkeys(column for row in rows for column in row.values)
-        raise InputError(f"{path} has no column {loss}; its columns are {', '.join(columns)}")
-    named = [{name: value for name, value in row.values.items() if name != "loss"} for row in rows]
-    return [
-        replace(
-            row,
-            values=values | ({"loss": values[loss]} if loss in values else {}),
-            other_loss=row.values.get("loss"),
-        )
-        for row, values in zip(rows, named, strict=True)
-    ]
+def named_numbers(name: str) -> list[tuple[str, float]] | None:
+    """Return the numbers in the name of a folder with their names, or None if not all of it is of this form."""
+    found, at, name = [], 0, name.lower()
+    while at < len(name):
+        if (part := _PART.match(name, at)) is None:
+            return None
+        plain, number, unit, any_name, any_number, any_unit = part.groups()
+        if plain or any_name:
+            found.append((plain or any_name, float(number or any_number) * UNITS[unit or any_unit or ""]))
+        at = part.end()
+    return None if _LOGARITHMS.search(name) else found
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
@@ -392,54 +366,33 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def _csv_lines(path: Path) -> list[list[str]]:
-    """Return the rows of a CSV file, as lists of cells. Leave out blank rows, and empty columns at the right end.
+    """Return the rows of a CSV file, as lists of cells, without blank rows.
 
-    Raise InputError if a row has more or fewer cells than the header, or if a cell seems to contain the next row.
+    Raise InputError if a row has more or fewer cells than the header, or if a cell has a line break: it may contain
+    the next row because its quotation mark is not closed.
     """
-    rows: list[tuple[int, list[str]]] = []  # the line in which a row begins, and its cells
+    rows = list[list[str]]()
     reader = csv.reader(io.StringIO(storage.read(path).decode("utf-8-sig"), newline=""), skipinitialspace=True)
     begin = 1
     try:
         for cells in reader:
+            if any("\n" in cell or "\r" in cell for cell in cells):
+                raise csv.Error("a cell has a line break, or no closing quotation mark")
             if any(cells):
-                rows.append((begin, cells))
-            inner = [line for cell in cells for line in re.split(r"[\r\n]+", cell)[1:] if "," in line]
-            if any('"' in line or line.count(",") >= _filled(rows[0][1]) - 1 for line in inner):
-                where = f'{path}: line {begin} has a cell that begins with " and seems to contain the next row'
-                raise InputError(f"{where}; correct the cell, or remove its column")
+                rows.append(cells)
+            if any(cells) and len(cells) != len(rows[0]):
+                raise csv.Error(f"it has {len(cells)} cells, but the header has {len(rows[0])}")
             begin = reader.line_num + 1
-    except csv.Error:
-        where = f"{path}: line {begin} has a cell with more than {csv.field_size_limit():,} characters"
+    except csv.Error as error:
         raise InputError(
-            f"{where}, or a cell without its closing quotation mark; correct the cell, or remove its column"
+            f"{path}: line {begin}: {error}; correct or remove the line, or if it is the last, copy the file again"
         ) from None
-    if not rows:
-        return []
-    header = rows[0][1]
-    if len(header) == 1 and re.search("[;\t]", header[0]):
+    if rows and len(rows[0]) == 1 and re.search("[;\t]", rows[0][0]):
         raise InputError(f"{path}: separate the columns by commas")
-    named, count = _filled(header), len(header)
-    if not any(any(cells[named:count]) for _, cells in rows):
-        rows = [(line, cells[: max(named, _filled(cells))]) for line, cells in rows]
-        count = named
-    for line, cells in rows:
-        if len(cells) != count:
-            hint = "quote cells that contain a comma"
-            if header[0].startswith("#"):
-                hint = "remove the first line, which begins with #"
-            elif len(cells) < count:
-                hint = "copy the file again, or complete or remove the row"
-            raise InputError(f"{path}: line {line} has {len(cells)} cells, but the header has {count}; {hint}")
-    return [cells for _, cells in rows]
+    return rows
 
 
-def _filled(cells: Sequence[str]) -> int:
-    """Return the number of cells up to the last one that is not empty."""
-    return max((number for number, cell in enumerate(cells, 1) if cell), default=0)
-
-
-def by_numbers(name: str) -> list[str | float]:
-    """Return a sort key that compares the numbers in names: 900k is before 1b."""
-    texts = re.split(NUMBER, name.lower())
-    numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
-    return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
+def size_in(name: str) -> float | None:
+    """Return the only number in a name, such as 9e5 for 900k, or None if it has none or several."""
+    found = _SIZE.fullmatch(name.lower())
+    return None if found is None else float(found[1]) * UNITS[found[2]]

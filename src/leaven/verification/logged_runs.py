@@ -5,32 +5,26 @@ The logs are read by ``logged_rows.py``.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import astuple
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, differing, flatten
-from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import FREE_FIELDS, MINOR_FIELDS
 from leaven.training.integrity import faults
 from leaven.training.rewind import changed_values
 from leaven.training.run_folder import RunFolder, changes_of
-from leaven.training.run_logs import OF_NAN, is_another_loss
 from leaven.verification.collapse import Points, collapse
 from leaven.verification.logged_rows import (
     TIMES,
     LoggedRow,
     RunLogs,
-    by_numbers,
     is_one_run,
-    rows_of,
-    unused_numbers,
+    size_in,
 )
 from leaven.verification.model_instance import RunScale, ScaleAxis
 from leaven.verification.optimum import LossGrid
@@ -49,10 +43,7 @@ RUN_NAMES |= {"name", "id"}
 # First words of the column "state" in tables of W&B, Optuna and Slurm
 UNFINISHED = {"crashed", "failed", "killed", "running", "preempted", "preempting"}
 UNFINISHED |= {"pruned", "fail", "timeout", "cancelled", "out_of_memory", "node_fail"}
-FINISHED = {"finished", "complete", "completed"}
-MOST_LENGTHS = 20  # the most steps or tokens for which rows with equal other columns are runs, and no loss curve
-LEAST_SHARED = 4  # the least number of equal steps that two loss curves have
-LEAST_FALLING = 0.75  # the least share of pairs of points of loss curves whose loss is lower at the later step
+MOST_LENGTHS = 20  # the most numbers of tokens for which rows with equal other columns are runs, and no loss curve
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
@@ -80,9 +71,10 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
     ``value`` and ``loss`` are names of columns. In run folders of leaven, ``value`` is a hyperparameter or a path in
     the recipe. docs/concepts/checks.md describes the files. Raise InputError if the runs cannot be compared.
     """
-    logs = RunLogs.at(path, loss, {*AXES, value.strip().lower(), "seed"})
+    logs = RunLogs.at(path, loss)
+    logs.require_readable_names()
     value = value.strip() if logs.own else value.strip().lower()
-    found, axes, columns, unfinished = _runs_by_size(path, logs, value, loss)
+    found, axes, columns = _runs_by_size(path, logs, value)
     scales = sorted(found, key=lambda scale: [getattr(scale, axis) for axis in AXES])
     names = {scale: _scale_name(scale, axes) for scale in scales}
     if len(scales) < 2:
@@ -107,22 +99,18 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
         "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
         "columns not used": sorted(set(columns) - {"loss", loss.lower(), "seed", value, *axes}),
         "files not read": logs.unread,
-        "unfinished": unfinished,
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
 
 
 def _runs_by_size(
-    path: Path, logs: RunLogs, value: str, loss: str
-) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str], list[str]]:
-    """Return the losses by size, value and seed, and three lists.
-
-    The lists are the columns that give the size, the names of all columns, and the rows of unfinished runs.
-    """
+    path: Path, logs: RunLogs, value: str
+) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str]]:
+    """Return the losses by size, value and seed, the columns that give the size, and the names of all columns."""
     if value.lower() in ("loss", "seed"):
         raise InputError(f"--value {value}: give the column of the swept hyperparameter, e.g. lr")
     used = {*AXES, value, "seed"}
-    rows = _rows_of_own_runs(logs.own, value) if logs.own else _rows_of_other_runs(path, logs, value, loss, used)
+    rows = _rows_of_own_runs(logs.own, value) if logs.own else _rows_of_other_runs(logs, value, used)
     columns = dict.fromkeys(column for row in rows for column in row.values)
     axes = [axis for axis in AXES if axis in columns and axis != value]
     for column, hint in (("loss", ""), (value, "; name the swept hyperparameter with --value COLUMN")):
@@ -136,9 +124,10 @@ def _runs_by_size(
         seed = row.place if (written := row.seed()) is None else written
         if (first := runs.setdefault(seed, row)) is not row:
             twice = f"{row.place} repeats the size, {value} and seed of {first.place}"
-            hint = _one_folder(row, first, loss) or "keep one of them, such as the last point of a curve"
+            hint = _one_folder(row, first, logs.loss) or "keep one of them, such as the last point of a curve"
             raise InputError(f"{twice}; {hint}, or name another swept column with --value")
     if not logs.own:
+        _refuse_unfinished_states(rows)
         _refuse_points(rows, axes, value)
     losses = {
         scale: {number: {seed: row.loss() for seed, row in runs.items()} for number, runs in values.items()}
@@ -147,80 +136,60 @@ def _runs_by_size(
     for values in found.values():
         for runs in values.values():
             first = next(iter(runs.values()))
-            _refuse_one_run([*runs.values()], _numbers_of(first, [*axes, value]), path, loss)
+            _refuse_one_run(runs.values(), _numbers_of(first, [*axes, value]), logs.loss)
         _refuse_copies(runs.values() for runs in values.values())
-    unfinished = [] if logs.own else _unfinished(rows, axes, value)
-    return losses, axes, [*columns, *unused_numbers(logs.others, path, used)], unfinished
+    return losses, axes, [*columns, *logs.unused_numbers(used)]
 
 
-def _rows_of_other_runs(path: Path, logs: RunLogs, value: str, loss: str, used: Collection[str]) -> list[LoggedRow]:
+def _rows_of_other_runs(logs: RunLogs, value: str, used: Collection[str]) -> list[LoggedRow]:
     """Return the rows of tables, and the last row of each run of TensorBoard or W&B.
 
     Raise InputError if two such runs are copies, or if one is shorter than others of its size.
     """
-    rows, logged, curves = list[LoggedRow](), list[LoggedRow](), dict[Hashable, str]()
+    rows, ends, curves = list[LoggedRow](), list[LoggedRow](), dict[Hashable, str]()
     for file in logs.others:
-        found_here = rows_of(file, path, loss, used)
+        found_here = logs.rows(file, used)
         if is_one_run(file):
-            logged.append(end := _last(found_here))
-            if math.isfinite(end.loss()):
-                curve = hash(tuple((row.number("step"), str(row.values["loss"])) for row in found_here))
-                _require_new(curves, (*map(end.values.get, (*AXES, value)), curve), str(file), "losses")
+            points, end = _points(found_here, "step"), found_here[-1]
+            if all(math.isfinite(loss) for _, loss in points):
+                _require_new(curves, (*map(end.values.get, (*AXES, value)), *points), str(file), "losses")
             found_here = [end]
+            ends.append(end)
         rows += found_here
-    _refuse_unfinished(logged)
+    _refuse_unfinished(ends)
     return rows
 
 
 def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str) -> None:
-    """Raise InputError if rows are points of loss curves. The check would take them for runs with other seeds.
+    """Raise InputError if rows may be points of loss curves. The check would take them for runs with other seeds.
 
-    Rows may belong to one run if they have the same size, value and name, and no seed. They are points if
-
-    - a column such as step, or tokens as part of the size, has more than :data:`MOST_LENGTHS` values; or
-    - at half of the sizes and values, :data:`LEAST_SHARED` steps or more are those of another size or value, and the
-      loss falls along them.
+    Rows may belong to one run if they have the same size, value and name, and no seed. They may be points if they
+    have different numbers in a column such as step, or more than :data:`MOST_LENGTHS` ones in the column tokens.
+    Diverged runs, which end early, are left out.
     """
     names = sorted(RUN_NAMES & {column for row in rows for column in row.values})
-    others = [axis for axis in axes if axis != "tokens"]
     hint = "keep only the last row of each run; if they are runs, add the column seed or name"
-
-    def run_of(row: LoggedRow, sizes: Sequence[ScaleAxis]) -> Hashable:
-        return _scale_of(row, sizes), row.above_0(value), row.seed(), *(str(row.values.get(name)) for name in names)
-
-    lengths: dict[Hashable, set[float]] = {}
-    for row in rows if others != axes else ():
-        of_run = lengths.setdefault(run_of(row, others), set())
-        of_run.add(row.above_0("tokens"))
-        if len(of_run) > MOST_LENGTHS:
-            raise InputError(
-                f"{row.place}: {_numbers_of(row, [*others, value])} has more than {MOST_LENGTHS} values of tokens, "
-                f"as if they were points of one run; {hint}"
-            )
-    for column in dict.fromkeys(column for row in rows for column in row.values if PROGRESS.fullmatch(column)):
-        if column == value:
-            continue
-        runs: dict[Hashable, dict[float, LoggedRow]] = {}
-        for row in rows:
-            at = None if row.seed() is not None else _progress(row, column)
-            if at is not None and math.isfinite(row.loss()):
-                runs.setdefault(run_of(row, axes), {}).setdefault(at, row)
-        many = [steps for steps in runs.values() if len(steps) > MOST_LENGTHS]
-        counts = Counter(frozenset(steps) for steps in runs.values())
-        shared = [steps for steps in runs.values() if len(steps) >= LEAST_SHARED and counts[frozenset(steps)] > 1]
-        for steps in many or (shared if 2 * len(shared) >= len(runs) and _fall(shared) else ()):
-            low, high = min(steps), max(steps)
-            raise InputError(
-                f"{steps[low].place} and {steps[high].place} have {_numbers_of(steps[low], [*axes, value])}, and "
-                f"{column} {low:g} and {high:g}, as if they were points of one run; {hint}"
-            )
-
-
-def _fall(runs: Iterable[Mapping[float, LoggedRow]]) -> bool:
-    """Return whether the losses of runs, by step, mostly fall. Those of runs with other seeds are in any order."""
-    losses = [[steps[at].loss() for at in sorted(steps)] for steps in runs]
-    falls = [later < earlier for run in losses for earlier, later in combinations(run, 2)]
-    return sum(falls) >= LEAST_FALLING * len(falls)
+    lengths, runs = dict[Hashable, set[float]](), dict[Hashable, tuple[float, LoggedRow]]()
+    others = [axis for axis in axes if axis != "tokens"]
+    for row in [row for row in rows if math.isfinite(row.loss())]:
+        name = row.above_0(value), row.seed(), *(str(row.values.get(name)) for name in names)
+        if "tokens" in axes:
+            of_run = lengths.setdefault((_scale_of(row, others), *name), set())
+            of_run.add(row.above_0("tokens"))
+            if len(of_run) > MOST_LENGTHS:
+                raise InputError(
+                    f"{row.place}: {_numbers_of(row, [*others, value])} has more than {MOST_LENGTHS} values of "
+                    f"tokens, as if they were points of one run; {hint}"
+                )
+        for column in filter(PROGRESS.fullmatch, row.values if row.seed() is None else ()):
+            if column == value or (at := _progress(row, column)) is None:
+                continue
+            start, first = runs.setdefault((column, _scale_of(row, axes), *name), (at, row))
+            if at != start:
+                raise InputError(
+                    f"{first.place} and {row.place} have {_numbers_of(row, [*axes, value])}, and {column} {start:g} "
+                    f"and {at:g}, as if they were points of one run; {hint}"
+                )
 
 
 def _numbers_of(row: LoggedRow, columns: Sequence[str]) -> str:
@@ -235,37 +204,18 @@ def _progress(row: LoggedRow, column: str) -> float | None:
         return None
 
 
-def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str) -> list[str]:
-    """Return the rows whose column state, as in a table of W&B or Optuna, says that the run has not finished.
+def _refuse_unfinished_states(rows: Sequence[LoggedRow]) -> None:
+    """Raise InputError if the column state, as in a table of W&B, Optuna or Slurm, says that a run has not finished.
 
-    Diverged runs are left out. Raise InputError if such a run ends at an earlier step than the finished runs of its
-    size. The size includes ``value`` if this is the batch, for example, which changes the number of steps.
+    Diverged runs are left out.
     """
-    sizes = [*axes, *(axis for axis in AXES if axis == value)]
-    states = [  # with the first word of a state such as "CANCELLED by 1000"
-        (row, str(row.values.get("state", "")).strip().lower().partition(" ")[0])
-        for row in rows
-        if math.isfinite(row.loss())
-    ]
-    unfinished = [(row, state) for row, state in states if state in UNFINISHED]
-    if not unfinished:
-        return []
-    least: dict[tuple[RunScale, str], float] = {}  # by size and column, the earliest end of a finished run
-    for row, _ in [each for each in states if each[1] in FINISHED]:
-        for column in filter(PROGRESS.fullmatch, row.values):
-            if (at := _progress(row, column)) is not None:
-                size = (_scale_of(row, sizes), column)
-                least[size] = min(at, least.get(size, at))
-    for row, state in unfinished:
-        for column in filter(PROGRESS.fullmatch, row.values):
-            at, end = _progress(row, column), least.get((_scale_of(row, sizes), column))
-            if at is not None and end is not None and at < end:
-                raise InputError(
-                    f"{row.place}: this run has {column} {at:g} and the state {state}, and finished runs of its size "
-                    f"have {end:g}; write nan as its loss if it diverged, or else finish or remove it"
-                )
-    names = [f"{row.place} ({state})" for row, state in unfinished]
-    return names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"]
+    for row in rows:
+        state = str(row.values.get("state", "")).strip().lower()
+        if state.partition(" ")[0] in UNFINISHED and math.isfinite(row.loss()):  # such as "CANCELLED by 1000"
+            raise InputError(
+                f"{row.place}: the state of this run is {state}; write nan as its loss if it diverged, or else "
+                "finish or remove it"
+            )
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
@@ -297,33 +247,20 @@ def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
     return "" if re.search(r"\d", folders[0].name) else f"read one of them with --loss {folders[0].name}/{loss}"
 
 
-def _refuse_one_run(runs: Sequence[LoggedRow], what: str, root: Path, loss: str) -> None:
-    """Raise InputError if two logs of the same size and value seem to be one run, although they would be two seeds.
+def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
+    """Raise InputError if two logs of one size and value may be one run, because one of them has no seed.
 
-    This holds for two formats, such as W&B and TensorBoard, if one of the logs has no seed. It also holds for two
-    folders of TensorBoard without a seed whose paths below ``root`` have the same names with a number, such as
-    width64-lr0.01/train and width64-lr0.01/val. ``what`` is the size and value for the message.
+    A log is a folder of TensorBoard, such as train or val, a run of W&B, or a table. Rows of tables without a seed
+    are runs of their own. ``what`` is the size and value for the message.
     """
-    formats: dict[str, LoggedRow] = {}
-    numbered: dict[Hashable, LoggedRow] = {}
-    for row in [row for row in runs if row.source is not None]:
-        file = Path(str(row.source))
-        kind = "TensorBoard" if file.is_dir() else "W&B" if is_one_run(file) else "a table"
-        formats.setdefault(kind, row)
-        for other_kind, other in formats.items():
-            if other_kind != kind and None in (row.seed(), other.seed()):
-                raise InputError(
-                    f"{other.place} ({other_kind}) and {row.place} ({kind}) are both of {what}, as if they were one "
-                    "run; move one of the two elsewhere, or if they are two runs, give both a seed"
-                )
-        if kind != "TensorBoard" or row.seed() is not None:
-            continue
-        parts = [part for part in file.relative_to(root).parts if re.search(r"\d", part)]
-        if (other := numbered.setdefault(tuple(parts), row)) is not row:
-            hint = _one_folder(row, other, loss) or "move one of them elsewhere"
+    seeded_first = sorted(runs, key=lambda row: row.seed() is None)
+    logs = {row.source: row for row in seeded_first if row.source is not None}
+    for (file, row), (other_file, other) in combinations(logs.items(), 2):
+        if None in (row.seed(), other.seed()) and (is_one_run(file) or is_one_run(other_file)):
+            hint = _one_folder(other, row, loss) or "move one of them elsewhere"
             raise InputError(
-                f"{other.source} and {file} are both of {what}, and differ only in names without a number, as if "
-                f"they were one run; {hint}, or if they are two runs, add seed0 and seed1 to the names"
+                f"{row.place} and {other.place} are both of {what}, as if they were one run; {hint}, or if they are "
+                "two runs, give both a seed, such as seed0 and seed1 in their names"
             )
 
 
@@ -347,8 +284,8 @@ def collapse_of_runs(path: Path, irreducible: float | None = None, loss: str = "
 
     :func:`curves_of` explains ``path`` and ``loss``. ``irreducible`` is L0 in nats per token, by default fitted.
     """
-    logs = RunLogs.at(path, loss, CURVE_COLUMNS)
-    curves, unused = _curves(path, logs, loss)
+    logs = RunLogs.at(path, loss)
+    curves, unused = _curves(path, logs)
     settings = {"rule": None, "columns not used": unused, "files not read": logs.unread}
     return collapse(str(path), curves, irreducible, settings)
 
@@ -359,12 +296,10 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
     ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the
     files. Raise InputError if the runs cannot be used, or if the size of a curve is unclear.
     """
-    return _curves(path, RunLogs.at(path, loss, CURVE_COLUMNS), loss)[0]
+    return _curves(path, RunLogs.at(path, loss))[0]
 
 
-def _curves(  # noqa: PLR0912 (one branch for each way in which curves cannot be compared)
-    path: Path, logs: RunLogs, loss: str
-) -> tuple[dict[str, list[Points]], list[str]]:
+def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[str]]:
     """Return (loss curves by size, names of unused data). Raise InputError as :func:`curves_of`.
 
     The unused data are columns, and numbers in the paths of runs, that the check does not use.
@@ -377,10 +312,11 @@ def _curves(  # noqa: PLR0912 (one branch for each way in which curves cannot be
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
     firsts: dict[str, list[LoggedRow]] = {}  # the first row of each curve, by size
+    order: dict[str, list[float]] = {}  # the numbers by which sizes are sorted
     for file in logs.others:
-        rows = rows_of(file, path, loss, used)
+        rows = logs.rows(file, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
-        unused |= columns.keys() - {*used, *TIMES, "loss", loss.lower()}
+        unused |= columns.keys() - {*used, *TIMES, "loss", logs.loss.lower()}
         every, rows = rows, [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
         if time is None or "loss" not in columns:
@@ -397,7 +333,10 @@ def _curves(  # noqa: PLR0912 (one branch for each way in which curves cannot be
         own_name = file.stem if first == file.name and not file.is_dir() else first
         runs: dict[tuple[str, float | str | None], list[LoggedRow]] = {}
         for row in rows:
-            runs.setdefault((_scale_name(_scale_of(row, axes), axes) or own_name, row.seed()), []).append(row)
+            scale = _scale_of(row, axes)
+            name = _scale_name(scale, axes) or own_name
+            order[name] = [getattr(scale, axis) for axis in axes] or [size_in(name) or 0.0]
+            runs.setdefault((name, row.seed()), []).append(row)
         for (name, seed), run in runs.items():
             if seed is not None:
                 _require_new(seen, (name, seed), str(file), "size and seed")
@@ -405,81 +344,45 @@ def _curves(  # noqa: PLR0912 (one branch for each way in which curves cannot be
             firsts.setdefault(name, []).append(run[0])
             if all(math.isfinite(value) for _, value in points):
                 _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
-        if len(rows) < len(every):
-            _refuse_missing_losses(every, axes, time)
+        _refuse_missing_losses(every, axes, time)
     if len(sized) > 1:
         (some, one), (others, other), *_ = sized.items()
         raise InputError(
             f"{one} has the size columns {', '.join(some) or 'none'}, and {other} {', '.join(others) or 'none'}; "
             "give all files the same size columns"
         )
-    if len(found) > 1 and (unnamed := [name for name in found if not re.search(r"\d", name)]):
+    logs.require_readable_names(sized=not any(sized))
+    if any(sized):  # else the names of files are the sizes
+        unused.update(logs.unused_numbers(used))
+    elif len(found) > 1 and (unnamed := [name for name in found if size_in(name) is None]):
         raise InputError(
-            f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add a column width"
+            f"{path}: the name {unnamed[0]} must have one number, which is the size; rename it, e.g. 50m, or add a "
+            "column width"
         )
     for name, rows in firsts.items():
-        _refuse_one_run(rows, name, path, loss)
-    if any(sized):  # else the names of files are the sizes
-        unused.update(unused_numbers(logs.others, path, used))
-    return {name: found[name] for name in sorted(found, key=by_numbers)}, sorted(unused)
+        _refuse_one_run(rows, name, logs.loss)
+    return {name: found[name] for name in sorted(found, key=lambda name: order[name])}, sorted(unused)
 
 
-def _refuse_missing_losses(rows: Sequence[LoggedRow], axes: Iterable[str], time: str) -> None:
-    """Raise InputError if losses of a run may have been NaN and were written as empty cells or null, as by pandas.
+def _refuse_missing_losses(rows: Iterable[LoggedRow], axes: Sequence[str], time: str) -> None:
+    """Raise InputError if the last row of a run has no loss: pandas writes NaN as an empty cell or null.
 
-    Without this error, the curve would end at the last finite loss, as if the run had not diverged. The error is
-    raised if a run has more rows without a loss at its end than lie between any two of its losses, or if it has no
-    loss at all. Rows of another kind, such as evaluations, do not count.
+    The curve would end at the last finite loss, as if the run had not diverged. Rows without the column of the loss
+    do not count, and neither do rows without a size or progress.
     """
-    runs: dict[tuple[RunScale, float | str | None], list[LoggedRow]] = {}
+    ends = dict[Hashable, tuple[float, bool, LoggedRow]]()
     for row in rows:
-        with suppress(InputError):  # for a row without a loss, which may be of another kind
-            if row.number(time) >= 0:
-                runs.setdefault((_scale_of(row, axes), row.seed()), []).append(row)
-    everywhere = _filled_columns(row for row in rows if row.has("loss"))
-    with_loss = {scale for (scale, _), run in runs.items() if any(row.has("loss") for row in run)}
-    for (scale, seed), run in runs.items():
-        losses = [number for number, row in enumerate(run) if row.has("loss")]
-        if not losses and seed is None and scale in with_loss:
-            continue
-        known = _filled_columns(run[number] for number in losses) if losses else everywhere
-        last = run[losses[-1]].number(time) if losses else -1.0
-        missing = [
-            row
-            for row in run[losses[-1] + 1 if losses else 0 :]
-            if row.number(time) > last
-            and "loss" in row.values
-            and all(name in known or OF_NAN.search(name) for name in _filled_columns([row]))
-        ]
-        gap = max(end - start - 1 for start, end in pairwise([-1, *losses])) if losses else 1
-        diverged = not all(math.isfinite(run[number].loss()) for number in losses)
-        if len(missing) <= gap or diverged or _has_another_loss(missing[-1]):
-            continue
-        size = " ".join(
-            [
-                _scale_name(scale, axes),
-                *([f"seed {seed:g}" if isinstance(seed, float) else f"seed {seed}"] if seed is not None else []),
-            ]
-        )
-        what = f"a run{f' of {size}' if size else ''} has no loss from {time} {missing[0].number(time):g} on"
-        raise InputError(
-            f"{missing[0].place}: {what}, in {len(missing)} rows; write nan as the loss if the run diverged there, "
-            "or remove these rows"
-        )
-
-
-def _filled_columns(rows: Iterable[LoggedRow]) -> set[str]:
-    """Return the names of the columns that have a value in any of the rows."""
-    return {name for row in rows for name in row.values if row.has(name)}
-
-
-def _has_another_loss(row: LoggedRow) -> bool:
-    """Return whether a row has a finite loss in another column, such as val_loss, so that its loss is not NaN."""
-    for name, value in (*row.values.items(), ("loss", row.other_loss)):
-        with suppress(ValueError):
-            if value not in (None, "") and is_another_loss(name, float(str(value))):
-                return True
-    return False
+        if "loss" in row.values and all(row.has(column) for column in (time, *axes)):
+            end = (row.number(time), row.has("loss"), row)
+            run = (_scale_of(row, axes), row.seed())
+            if end[:2] >= ends.get(run, end)[:2]:
+                ends[run] = end
+    for _, has_loss, row in ends.values():
+        if not has_loss:
+            raise InputError(
+                f"{row.place}: the last row of a run has no loss; write nan if the run diverged there, or else "
+                "remove the rows after its last loss"
+            )
 
 
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
@@ -513,17 +416,6 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
         f"{row.place}: {time} {at:g} comes after {furthest:g}, as if a second run began; write each run into a file "
         "of its own, in the order of time, or add the column seed"
     )
-
-
-def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
-    """Return the last row of a run. Raise InputError if its step is not finite or not the highest."""
-    last, highest = rows[-1].number("step"), max(row.number("step") for row in rows)
-    if not last == highest < math.inf:
-        raise InputError(
-            f"{rows[-1].place}: step {last:g} comes after {highest:g}, as if a second run began; write each run into "
-            "a file of its own, in the order of time"
-        )
-    return rows[-1]
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
@@ -584,10 +476,6 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
         for other, its_folder in others
         for change in differing(_kept_values(one, path), _kept_values(other, path))
     ]
-    if not path.startswith("scaling.") and any(change[0].startswith("scaling.") for _, change in changes):
-        recipes = [recipe for recipe, _ in firsts.values()]
-        if any(all(_scaled_alike(each, recipe) for recipe in recipes) for each in recipes):
-            changes = [(of, change) for of, change in changes if not change[0].startswith("scaling.")]
     if changes:
         its_folder, (key, theirs, own) = changes[0]
         of_target = not key.startswith(("hyperparameters.", "model.", "scaling."))
@@ -616,20 +504,6 @@ def _whole_scaling(recipe: Recipe) -> dict[str, Any]:
     sizes = {"width": base.width, "depth": base.depth, "batch_tokens": base.batch_tokens, "tokens": base.tokens}
     sizes |= {"d_ff": shape.d_ff, "d_head": shape.d_head, "n_kv_heads": shape.n_kv_heads}
     return recipe.scaling.model_dump() | {"base": sizes}
-
-
-def _scaled_alike(one: Recipe, other: Recipe) -> bool:
-    """Return whether rule and base of ``one`` give ``other`` the values that it has.
-
-    This is so with another base if the rule changes nothing between the two bases.
-    """
-    try:
-        moved = other.replace({"scaling": _whole_scaling(one)})
-    except ValueError:  # this base does not fit the model
-        return False
-    tables = [parameter_table(recipe) for recipe in (other, moved)]
-    own, theirs = [(table.rows, table.attention_scale, table.beta2, table.router_losses) for table in tables]
-    return own == theirs
 
 
 def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:

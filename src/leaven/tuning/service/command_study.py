@@ -15,8 +15,8 @@ How a trial ends:
   If the values of a trial are not allowed together, the trial counts as diverged, and no command runs.
 - Pruned: its losses are too far behind those of the best trial. leaven then ends the command.
 - Failed: two attempts at the trial failed. An attempt fails if the exit code is not 0, no loss can be read, the
-  command takes longer than ``timeout_seconds``, or leaven itself dies. An attempt that ends because a disk is full
-  or the user stops the search does not count.
+  command takes longer than ``timeout_seconds``, or leaven itself dies. An attempt that ends while the disk of the
+  study is full, or because the user stops the search, does not count.
 
 If the command fails at the start point before any trial has a result, the command is probably wrong, so the search
 ends. If many attempts in a row fail, the machine is probably at fault (``search_loop.py``).
@@ -29,7 +29,6 @@ import shlex
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -63,9 +62,6 @@ COMMAND_POLL = 0.25  # seconds between checks of a running command
 SETTLING = 0.02
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
 MOST_BYTES = 2**26  # only so many bytes at the end of an output are searched for the pattern ``diverged``
-# A failed attempt with this in its output does not count, because a disk was full. No trial begins for FULL_SECONDS.
-# After MOST_REPEATS such attempts at a trial, further ones count: the trial may need more shared memory than exists.
-NO_ROOM, FULL_SECONDS, MOST_REPEATS = re.compile("No space left on device|Disk quota exceeded"), 60.0, 5
 AWAY_SECONDS = 300.0  # how long leaven waits for the losses of an ended command if their disk is unreachable
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
 
@@ -85,9 +81,7 @@ class CommandTrainer:
 
     def __post_init__(self) -> None:
         self._leaving, self._commands = threading.Event(), Commands()
-        self._full, self._waits = "", False  # which disk is full, and whether the user knows that trials wait for it
-        self._full_until = 0.0  # when trials may begin after a command has found a full disk, by time.monotonic()
-        self._lacked = Counter[int]()  # by trial, how many of its attempts have found a full disk
+        self._waits = False  # whether the user knows that trials wait, because the disk is full
 
     def __enter__(self) -> "CommandTrainer":
         self._commands.__enter__()
@@ -128,12 +122,9 @@ class CommandTrainer:
         finally:
             with suppress(OSError):  # a network disk is full or away
                 output.close()
-        failed = isinstance(outcome, str)
-        full = is_full(self.folder)  # also if the command succeeded: it may have lost the end of its log
-        if full or (failed and self._lacked_room(proposal.origin, folder / OUTPUT)):
-            disk = f"the disk of {self.folder}" if full else "a disk"
-            how = outcome if failed else "ended"
-            self.note(f"trial {proposal.number} {how}; {disk} is full, so it runs again")
+        if is_full(self.folder):  # also if the command succeeded: it may have lost the end of its log
+            how = outcome if isinstance(outcome, str) else "ended"
+            self.note(f"trial {proposal.number} {how}; the disk of {self.folder} is full, so it runs again")
             raise TrialReleased
         if isinstance(outcome, str):
             raise self._failure(proposal, folder / OUTPUT, outcome)
@@ -192,25 +183,11 @@ class CommandTrainer:
 
     def has_room(self) -> bool:
         """Return False while a disk is full, and True otherwise. Tell the user about a full disk once."""
-        if is_full(self.folder if self.folder.exists() else self.folder.parent):
-            self._full = f"the disk of {self.folder}"
-        elif time.monotonic() >= self._full_until:
-            self._full = ""
-        if self._full and not self._waits:
-            self.note(f"the next trial waits, because {self._full} is full; make room")
-        self._waits = bool(self._full)
-        return not self._full
-
-    def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether the command failed because a disk was full. If so, no trial starts for ``FULL_SECONDS``.
-
-        After ``MOST_REPEATS`` such failures of ``trial``, return False. The attempt then counts as failed.
-        """
-        if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
-            return False
-        self._lacked[trial] += 1
-        self._full, self._full_until = "a disk", time.monotonic() + FULL_SECONDS
-        return True
+        full = is_full(self.folder if self.folder.exists() else self.folder.parent)
+        if full and not self._waits:
+            self.note(f"the next trial waits, because the disk of {self.folder} is full; make room")
+        self._waits = full
+        return not full
 
     def _open_output(self, path: Path) -> BinaryIO:
         """Open the file for a command's output. Lock it if several attempts write to it (``resume = true``)."""

@@ -16,7 +16,6 @@ _DIFFERENCES = {  # by the key of the settings
     "left out": "left out, because a run diverged",
     "columns not used": "columns not used",
     "files not read": "files not read",
-    "unfinished": "not finished by their column state, but counted",
 }
 
 
