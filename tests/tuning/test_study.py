@@ -38,7 +38,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import device
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.load import export_run, load_run
-from leaven.training.run_folder import RunFolder, tokens_of
+from leaven.training.run_folder import tokens_of
 from leaven.training.trainer import train
 from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.command import command_space
