@@ -511,6 +511,16 @@ def test_losses_of_a_further_attempt_lie_between_those_of_the_first(write: Write
         command_space(file)
 
 
+def test_the_cut_line_of_an_attempt_is_not_glued_to_the_next(write: Write) -> None:
+    """Glued together, the two losses would be 2.iter, which is no number."""
+    first = "test -e {out}/began || { printf 'iter 1: val loss 2.'; touch {out}/began; exit 1; }"
+    file = write(f"{first}; echo iter 2: val loss 1.5; : {{lr}} {{seed}}", f"resume = true\n{PATTERN}", ONE)
+    with trainer(file, works=True) as run:
+        with pytest.raises(WorkerDied):
+            run(Proposal({"lr": 0.0}, 4))
+        assert run(Proposal({"lr": 0.0}, 6, origin=4)).curve == ((1, 2.0), (2, 1.5))
+
+
 @pytest.mark.parametrize(
     ("again", "loss", "told"),
     [("echo done already", 2, True), ("echo iter 2: val loss 2", 2, False), ("echo iter 1: val loss 1", 1, False)],
@@ -817,17 +827,19 @@ def test_a_last_loss_of_null_may_be_nan(tmp_path: Path, losses: list[float | Non
         ("loss 3.25, next", [3.25]),
         ("loss 3.25. loss 3. loss .5 loss 1.5E-1; loss 2e5...", [3.25, 3.0, 0.5, 0.15, 2e5]),
         ("loss 2.345,0.5 loss 2.3) loss 2.3% loss 2.3\x1b[0m loss 2.3,acc", [2.345, 2.3, 2.3, 2.3, 2.3]),
-        ("loss 2.3' loss 2.3|1 loss 2.3 1 loss 2.3/4 loss 1_000.5", [2.3, 2.3, 2.3, 2.3, 1000.5]),
+        ("loss 2.3' loss 2.3|1 loss 2.3 1 loss 2.3/4 loss 2.3*", [2.3] * 5),
         ("loss nan, loss -inf loss Infinity. loss NaN", ["nan", "-inf", "inf", "nan"]),
         ("other 3 or loss", []),
         ("loss  9.9, loss    4.0870", [9.9, 4.087]),  # padded to a width
         ("loss: mse\nloss is low\nloss None\nloss 3.5\nloss 2.5", [3.5, 2.5]),  # another text before the last loss
         ("loss nan\nloss ****", ["nan"]),  # it has diverged anyway
+        ("loss 1e-3,7 loss nan,0.1 loss -inf,2 loss +1e-05,0.1", [1e-3, "nan", "-inf", 1e-5]),  # columns
+        ("loss=nan.0] loss nan* loss inf.0 loss 2".replace("=", " "), ["nan", "nan", "inf", 2.0]),
         *(
             (f"loss 1\nloss {text}", text)
             for text in (
-                "1,234.5", "-1,234.5", "1,234", "3,25", "2,3.25,1", "1'234.5", "1\u202f234.5", "1.2.3", "1.#QNAN",
-                "0x1.8p1", "2.3k", "2.3nats", "2.3D+01", "2.3E", "0.123+101", "1.234.567,8", "*****", "*", "--",
+                "1,234.5", "-1,234.5", "1,234", "3,25", "2,3.25", "2.30_5", "1_000.5", "1'234.5", "1\u202f234.5", "1.2.3", "1.#QNAN",
+                "0x1.8p1", "2.3k", "2.3nats", "2.3D+01", "2.3E", "0.123+101", "1.234.567", "*****", "*", "--",
                 "None", "null", "information", "nan_100", "\u221e",
             )
         ),
@@ -864,8 +876,10 @@ def test_a_number_is_read_whole_or_not_at_all(tmp_path: Path, text: str, losses:
         ("^{step},{loss}", "step,val,train\n100,2.345,7\n200,2.5,9\n", 2.5),
         ("^{step},[^,]*,{loss}", "step,train,val\n100,2.1,\n200,2.1,2.5\n", 2.5),
         ("^{step},[^,]*,{loss}", "step,train,val\n100,2.1,2.5\n200,2.1,\n", "empty"),
-        ("^{step},[^,]*,(?=.){loss}", "step,train,val\n100,2.1,2.5\n200,2.1,\n", 2.5),
-        ("val loss(?! None) {loss}", "step 1: val loss 2.5\nstep 2: val loss None\n", 2.5),
+        (r"^{step},[^,]*,(?=[^,\n]){loss}", "step,train,val,lr\n100,2.1,2.5,1\n200,2.1,,1\n", 2.5),
+        (r"^{step},[^,]*,(?=[^,\n]){loss}", "step,train,val\n100,2.1,2.5\n200,2.1,\n", 2.5),
+        ("val loss(?! *None) {loss}", "step 1: val loss 2.5\nstep 2: val loss   None\n", 2.5),
+        ("val{loss}", "val2.5\nval 5 of 10\n", "empty"),
         ("loss {loss}", "val loss 2.5\n*** loss *** done\n", "***"),
         ("val loss {loss}", "val loss 2.5\n*** loss *** done\n", 2.5),
     ],
@@ -875,6 +889,34 @@ def test_a_part_of_a_number_is_no_loss(tmp_path: Path, pattern: str, text: str, 
     (tmp_path / "log").write_text(text)
     with refused(f"the last loss is {last}, which is not") if isinstance(last, str) else nullcontext():
         assert read_losses(source, tmp_path / "log", complete=True)[-1][1] == last
+
+
+@pytest.mark.parametrize("text", ["2.5nats", "nan_1", "-2.5_5", "2.3step 3 loss 2.2"])
+def test_an_unreadable_number_in_the_middle_is_not_skipped(tmp_path: Path, text: str) -> None:
+    (tmp_path / "log").write_text(f"loss 3\nloss: mse\nloss {text}\nloss 2.4\n")
+    source = LossSource.model_validate({"pattern": "loss:? {loss}"})
+    with refused(f"a loss is {text.partition(' ')[0]}, which is not a complete number", "as in {loss}nats"):
+        read_losses(source, tmp_path / "log", complete=True)
+    assert read_losses(source, tmp_path / "log", complete=False)[-1][1] == 2.4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rows", "found"),
+    [
+        ("^{step},{loss}", "70,nan,0.083", [(70, math.nan)]),
+        ("^{step},{loss},", "2,inf,0.1\n3,2.0,0.1", [(2, math.inf), (3, 2.0)]),
+        ("^{step},{loss}", "1,1e-3,7\n2,1e-05,0.1", [(1, 1e-3), (2, 1e-5)]),
+        ("^{loss},{step}", "2.345,100,7\n2.300,200,7", [(100, 2.345), (200, 2.3)]),
+        (r"^\d+,{loss},{step},", "7,2.345,100,7\n7,2.300,200,7", [(100, 2.345), (200, 2.3)]),
+        (r"^\[{loss},{step}", "[2.345,100,7]\n[nan,200,7]", [(100, 2.345), (200, math.nan)]),
+    ],
+)
+def test_columns_after_the_loss_are_no_part_of_it(
+    tmp_path: Path, pattern: str, rows: str, found: list[tuple[int, float]]
+) -> None:
+    (tmp_path / "log").write_text(rows)
+    source = LossSource.model_validate({"pattern": pattern})
+    assert repr(list(read_losses(source, tmp_path / "log", complete=True))) == repr(found)
 
 
 @pytest.mark.parametrize("pattern", ["^{loss},{step}", "^{loss},", "^({loss}),", r"^{loss}, ?{step}$"])
@@ -899,7 +941,7 @@ def test_a_loss_of_three_decimals_before_a_comma_is_read(tmp_path: Path, pattern
         ("loss: {loss} acc", "loss: 10.82 acc\nloss: 9.90  acc\n", 9.9),
         (r"loss: {loss} \|", "loss: 10.82 |\nloss: 9.90  |\n", 9.9),
         ("{step} {loss} at {step}", "9 10.82 at {step}\n10 9.90  at {step}\n", 9.9),
-        ("loss{loss}", "loss10.82\nloss 9.90\n", 9.9),
+        ("loss{loss}", "loss10.82\nloss 9.90\n", "the last loss is empty, which is"),
         ("^{loss},{step}", "10.82,1\n 9.90,2\n", 9.9),
         ("^{step},{loss}", "100,9.80\n  7,9.90\n", 9.9),
         ("loss: (?:{loss}|none)", "loss: 10.82\nloss:  9.90\n", 9.9),

@@ -51,8 +51,9 @@ OF_TRIAL = (SEED, OUT, WORKER, CONFIG)  # placeholders that are not searched val
 NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
-# What {loss} takes: all characters of a number, also of one that cannot be read, such as 1,234.5, 2.3k or ****.
-LOSS_TEXT = r"(?:[\w.+*#-]|[^\x00-\x7f]|[,'](?=\d))*"
+# What {loss} takes: all characters of a number, also of one that cannot be read, such as 1,234.5, 2.3k or ****. A comma
+# belongs to it only after bare digits: in 2.3,5 and nan,5, the comma begins the next column.
+LOSS_TEXT = r"(?:\*+|(?:[-+]?\d++,(?=\d))*(?:[\w.+#-]|[^\x00-\x7f]|'(?=\d))*)"
 _STEP = r"\d+(?:[,_]\d{3})*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
 # Keys that may differ between the processes of one study, for example on another machine.
@@ -127,12 +128,13 @@ class LossSource(Part):
         """The ``pattern`` as a regular expression: {loss} and {step} become named groups.
 
         Trainers pad numbers to a width with spaces. So any number of spaces may stand before a placeholder, and after
-        it if the pattern has a space there.
+        it if the pattern has a space there. Directly after a word, {loss} takes no spaces: "val{loss}" does not read
+        the 5 of "val 5 of 10".
         """
         found = self.pattern or ""
-        for name, text in (("loss", LOSS_TEXT), ("step", _STEP)):
+        for name, padding, text in (("loss", r"(?:(?<!\w)[ ]{1,99}+)?+", LOSS_TEXT), ("step", "[ ]{0,99}+", _STEP)):
             found = re.sub(rf"(\{{{name}\}}) (?![*+?{{])", r"\1[ ]{0,99} ", found, count=1)
-            found = found.replace(f"{{{name}}}", f"[ ]{{0,99}}+(?P<{name}>{text})", 1)
+            found = found.replace(f"{{{name}}}", f"{padding}(?P<{name}>{text})", 1)
         return found
 
     @property

@@ -197,6 +197,9 @@ class CommandTrainer:
         if os.fstat(output.fileno()).st_nlink != 1:  # it has a second name: open a copy; or it was removed meanwhile
             output.close()
             output = self._locked(path, separate=True)
+        if os.fstat(output.fileno()).st_size:  # an attempt that was killed may have left a part of a line
+            with suppress(OSError):
+                os.write(output.fileno(), b"\n")
         return output
 
     def _locked(self, path: Path, *, separate: bool) -> BinaryIO:

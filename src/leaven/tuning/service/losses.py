@@ -23,6 +23,7 @@ LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
 # A text before or after a loss that makes it a part of a longer number, such as 12. before 5.
 _NUMBER_BEFORE = re.compile(r"\d\.?(?:[eE][-+]?)?\Z")
 _NUMBER_AFTER = re.compile(r"['.]?\d")
+_LIKE_NUMBER = re.compile(r"[-+]?(?:\.?\d|(?:nan|inf)(?![a-z]))", re.IGNORECASE)  # the beginning of a number
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
@@ -90,7 +91,7 @@ def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> L
 
 def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
     text = storage.read(file).decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
-    unread, diverged = None, False
+    broken, unread, diverged = None, None, False
     for found in re.finditer(source.expression, text if complete else text[: text.rfind("\n") + 1], re.MULTILINE):
         # The pattern may have an alternative without a loss, or match an empty text.
         if found["loss"] is None or not found[0].strip():
@@ -100,31 +101,31 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
             raise InputError(f"{file}: a loss has the step {step:.60}, which is too large")
         if (loss := _number(found)) is None:
             unread = found
+            broken = broken or (found if _LIKE_NUMBER.match(found["loss"]) else None)
             continue
         unread, diverged = None, diverged or not math.isfinite(loss)
         yield int(step) if step else None, loss
-    if complete and unread is not None and not diverged:
-        line = text[text.rfind("\n", 0, unread.start("loss")) + 1 :].partition("\n")[0].strip()
+    if complete and not diverged and (wrong := broken or unread) is not None:
+        line = text[text.rfind("\n", 0, wrong.start("loss")) + 1 :].partition("\n")[0].strip()
         raise InputError(
-            f"{file}: the last loss is {unread['loss'][:60] or 'empty'}, which is not a complete number, in the "
-            f"line {line[:200]!r}; let the command print losses as 1234.5 or nan, or write a loss.pattern with the "
-            "text directly before the number (not .*), which matches no other line"
+            f"{file}: {'the last' if wrong is unread else 'a'} loss is {wrong['loss'][:60] or 'empty'}, which is not a "
+            f"complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan, and write "
+            "what follows the number into loss.pattern, as in {loss}nats; or write the text directly before the "
+            "number (not .*), so that no other line matches"
         )
 
 
 def _number(found: re.Match[str]) -> float | None:
     """Return the loss of a match. Return None if its text is not a number, or only a part of one, as 5 in 12.5.
 
-    In 2.345,7, the comma after the decimals begins the next column. In 1,234.5, it does not.
+    tqdm pads nan to nan.0.
     """
-    log, (start, end), text = found.string, found.span("loss"), found["loss"]
-    if "." in (column := text.partition(",")[0]):
-        text = column
+    log, (start, end), text = found.string, found.span("loss"), found["loss"].rstrip(".")
     cut = _NUMBER_BEFORE.search(log, max(0, start - 4), start) or _NUMBER_AFTER.match(log, end)
-    if cut or ("." not in text and re.match(r",\d", log[end : end + 2])):
+    if cut or "_" in text or (text.lstrip("+-").isdecimal() and re.match(r",\d", log[end : end + 2])):
         return None
     try:
-        return float(text.rstrip("."))
+        return float(re.sub(r"(?i)(?<=nan|inf)\.0*$", "", text))
     except ValueError:
         return None
 
