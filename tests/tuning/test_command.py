@@ -838,7 +838,8 @@ def test_a_last_loss_of_null_may_be_nan(tmp_path: Path, losses: list[float | Non
         *(
             (f"loss 1\nloss {text}", text)
             for text in (
-                "1,234.5", "-1,234.5", "1,234", "3,25", "2,3.25", "2.30_5", "1_000.5", "1'234.5", "1\u202f234.5", "1.2.3", "1.#QNAN",
+                "1,234.5", "-1,234.5", "1,234", "3,25", "2,3.25", "2.30_5", "1_000.5", "1'234.5",
+                "1\u202f234.5", "1.2.3", "1.#QNAN",
                 "0x1.8p1", "2.3k", "2.3nats", "2.3D+01", "2.3E", "0.123+101", "1.234.567", "*****", "*", "--",
                 "None", "null", "information", "nan_100", "\u221e",
             )
@@ -1353,34 +1354,42 @@ def test_two_curves_of_one_name_are_refused(write: Write) -> None:
     command = "cp -r curves/. {out}; : {lr} {seed}"
     study = ("--study", "study", "--trials", 1, "--noise", 0.01)
     printed = tune(write(command, 'loss = {tensorboard = "{out}", key = "loss"}\n', ONE), *study, code=2)
-    assert "has loss in several folders, train and val; set loss.tensorboard to the folder of one, or" in printed
+    assert re.search(r"/out/train and .*/out/val have loss, but are not of one attempt after the other; let", printed)
+    assert "let the command use one fixed log folder under {out}, and set loss.tensorboard to it, or" in printed
     file = write(command, 'loss = {tensorboard = "{out}/val", key = "loss"}\n', ONE)
     tune(file, "--study", "other", *study[2:])
     assert [trial.loss for trial in document("other").trials] == [1.0]
 
 
+@pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize(
-    ("folders", "resumed", "names"),
+    ("curves", "last"),  # steps and time of the first step by folder, and the last step
     [
-        (("", "val"), False, "{out} and val; set"),
-        (("train", "val"), True, "train and val; set"),
-        (("Nov30_15-05-34", "Nov30_15-07-12"), False, "Nov30_15-05-34 and Nov30_15-07-12; set"),
-        (("Nov30_15-05-34", "Nov30_15-07-12"), True, None),  # of two attempts
-        (("version_0", "version_1"), True, None),
-        (("", ""), False, None),
+        ({"rank0": ((1, 2, 3), 0), "rank1": ((1, 2, 3), 0)}, None),
+        ({"train": ((1, 2, 3), 0), "": ((3,), 2)}, None),
+        ({"fold0": ((1, 2, 3), 0), "fold1": ((1, 2, 3), 9)}, None),  # one after the other, but no attempts
+        ({"pretrain": ((1, 2, 3), 0), "anneal": ((1, 2), 9)}, None),
+        ({"Nov30_23-50-00_b": ((1, 2), 0), "Dec01_00-30-00_a": ((2, 3), 9)}, 3),
+        ({"version_1": ((1, 2, 3), 9), "version_0": ((1, 2), 0)}, 3),  # the second attempt began again
+        ({"c": ((1, 2), 0), "b": ((1,), 5), "a": ((2,), 9)}, 2),  # the last attempt only repeats the last step
     ],
 )
-def test_losses_in_several_folders_are_refused(
-    tmp_path: Path, folders: tuple[str, str], resumed: bool, names: str | None
+def test_folders_of_tensorboard_are_attempts_or_refused(
+    tmp_path: Path, curves: dict[str, tuple[Sequence[int], int]], last: int | None, resumed: bool
 ) -> None:
-    for number, folder in enumerate(folders):
+    for folder, (steps, began) in curves.items():
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        log = tfevents([(2 * number + 1, 3), (2 * number + 2, 3 - number)])
-        (tmp_path / folder / f"events.out.tfevents.1700000000.host.9.{number}").write_bytes(log)
+        log = tfevents([(step, 10 * began + step) for step in steps], times=range(began + 1, began + 9))
+        (tmp_path / folder / "events.out.tfevents.1700000000.host.9.0").write_bytes(log)
     source = LossSource.model_validate({"tensorboard": "{out}", "key": "loss"})
-    for complete in (False, True):
-        with refused(f"has loss in several folders, {names}") if names else nullcontext():
-            assert read_losses(source, tmp_path, complete=complete, resumed=resumed)[-1] == (4, 2.0)
+    with (
+        refused("have loss, but are not of one attempt", "one fixed log folder under {out}")
+        if last is None
+        else nullcontext()
+    ):
+        losses = read_losses(source, tmp_path, complete=True, resumed=resumed)
+        assert losses[-1] == (last, 90 + (last or 0))
+    read_losses(source, tmp_path, complete=False, resumed=resumed)  # an attempt may yet get further
 
 
 @pytest.mark.parametrize("name", [None, ".", "hparams"])
@@ -1411,6 +1420,10 @@ def test_a_loss_only_among_the_results_of_hyperparameters_is_read(tmp_path: Path
             writer.add_hparams({"lr": 0.1}, {"loss": 0.0, "hparam/loss": loss})
             writer.add_scalar("other", 3.0, 1)
     assert read_losses(source, tmp_path / "results", complete=True) == ()
+    message = (
+        "reported no loss: loss is only a result of add_hparams, which counts only under a name that begins with"
+    )
+    assert why_none(source, tmp_path / "results") == f"{message} hparam/"
     named = source.model_copy(update={"key": "hparam/loss"})
     assert read_losses(named, tmp_path / "results", complete=True) == ((0, 2.0),)
     # Lightning writes hyperparameters and losses to one file; a later attempt may add a single loss.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
 EVENTS = "tfevents"  # part of the name of every TensorBoard event file
+OF_HPARAMS = "a result of add_hparams, which counts only under a name that begins with hparam/"  # for messages
 _BFLOAT16 = 14  # DT_BFLOAT16 of TensorFlow
 
 
@@ -42,7 +43,9 @@ class EventFile:
     path: Path
     tags: set[str]  # of all numbers and tensors
     points: list[tuple[int, Any]]  # (step, value) for each value of the tag
+    times: list[float]  # when each of ``points`` was written, in seconds since 1970
     of_hparams: bool  # whether ``SummaryWriter.add_hparams`` of PyTorch wrote it: it has results, and no loss curve
+    left_out: bool  # whether it does not count because its results, also one named as the loss, may be placeholders
     cut: str  # a message if the file ends within a record, or else ""
 
 
@@ -51,7 +54,8 @@ def read_event_file(file: Path, tag: str) -> EventFile:
 
     A tensor that is not a scalar has a text with its shape as its value. A file of ``add_hparams`` begins with a
     description of the experiment, which names the results, and has each of them once. A file in which a logger mixes
-    hyperparameters and a loss curve has other tags, too.
+    hyperparameters and a loss curve has other tags, too. A file of ``add_hparams`` is left out, unless ``tag`` begins
+    with hparam/.
 
     Raises:
         LogDamaged: if a record is damaged.
@@ -60,7 +64,7 @@ def read_event_file(file: Path, tag: str) -> EventFile:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    tags, points, cut = set[str](), list[tuple[int, Any]](), list[str]()
+    tags, points, times, cut = set[str](), list[tuple[int, Any]](), list[float](), list[str]()
     results, of_hparams = set[str](), False
     for at, record in _tensorboard_records(file, cut.append):
         try:
@@ -74,19 +78,17 @@ def read_event_file(file: Path, tag: str) -> EventFile:
                     tags.add(value.tag)
                     if value.tag == tag:
                         points.append((event.step, _scalar(value)))
+                        times.append(event.wall_time)
         except (DecodeError, ValueError) as error:
             raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
-    return EventFile(file, tags, points, of_hparams, "".join(cut))
+    left_out = of_hparams and not tag.startswith("hparam/")
+    return EventFile(file, tags, points, times, of_hparams, left_out, "".join(cut))
 
 
 def read_event_files(files: Iterable[Path], tag: str) -> list[EventFile]:
-    """Return event files of TensorBoard, in the order of the times and counters in their names.
-
-    A file of ``add_hparams`` is left out unless ``tag`` begins with hparam/: a result may be a placeholder under the
-    name of the loss.
-    """
+    """Return the event files of TensorBoard that count, in the order of the times and counters in their names."""
     found = [read_event_file(file, tag) for file in sorted(files, key=by_event_name)]
-    return [file for file in found if tag.startswith("hparam/") or not file.of_hparams]
+    return [file for file in found if not file.left_out]
 
 
 def by_event_name(file: Path) -> tuple[list[str | int], Path]:

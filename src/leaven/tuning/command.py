@@ -51,8 +51,8 @@ OF_TRIAL = (SEED, OUT, WORKER, CONFIG)  # placeholders that are not searched val
 NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
-# What {loss} takes: all characters of a number, also of one that cannot be read, such as 1,234.5, 2.3k or ****. A comma
-# belongs to it only after bare digits: in 2.3,5 and nan,5, the comma begins the next column.
+# What {loss} takes: all characters of a number, also of one that cannot be read, such as 1,234.5, 2.3k or ****. A
+# comma belongs to it only after bare digits: in 2.3,5 and nan,5, the comma begins the next column.
 LOSS_TEXT = r"(?:\*+|(?:[-+]?\d++,(?=\d))*(?:[\w.+#-]|[^\x00-\x7f]|'(?=\d))*)"
 _STEP = r"\d+(?:[,_]\d{3})*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")

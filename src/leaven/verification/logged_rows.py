@@ -283,7 +283,7 @@ def _event_files(folders: Iterable[Path], loss: str) -> dict[Path, list[EventFil
             if any(file.points for file in in_folder):
                 every = in_folder
                 chosen.add(folder)
-        of_run, files = folder, [file for file in every if not file.of_hparams or loss.startswith("hparam/")]
+        of_run, files = folder, [file for file in every if not file.left_out]
         if all(file.of_hparams for file in every):
             if HPARAMS_FOLDER.fullmatch(folder.name) or any(file.tags for file in found.get(folder.parent, ())):
                 of_run = folder.parent

@@ -7,13 +7,22 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from leaven import storage
 from leaven.errors import InputError
 from leaven.training.outcome import Curve
-from leaven.training.run_logs import EVENTS, EventFile, LogDamaged, read_event_files, wandb_rows
+from leaven.training.run_logs import (
+    EVENTS,
+    OF_HPARAMS,
+    EventFile,
+    LogDamaged,
+    read_event_file,
+    read_event_files,
+    wandb_rows,
+)
 from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
@@ -70,7 +79,10 @@ def why_none(source: LossSource, where: Path) -> str:
     if source.key is None:
         return "reported no loss"
     if source.tensorboard is not None:
-        keys = {tag for file in _event_files(source, where) for tag in file.tags}
+        files = [read_event_file(file, source.key) for file in where.rglob(f"*{EVENTS}*")]
+        keys = {tag for file in files if not file.left_out for tag in file.tags}
+        if any(file.points for file in files):
+            return f"reported no loss: {source.key} is only {OF_HPARAMS}"
     else:
         keys = {key for _, row in _rows(source, where) for key in row}
     names = ", ".join(sorted(keys)[:MOST_NAMES])
@@ -108,8 +120,8 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
     if complete and not diverged and (wrong := broken or unread) is not None:
         line = text[text.rfind("\n", 0, wrong.start("loss")) + 1 :].partition("\n")[0].strip()
         raise InputError(
-            f"{file}: {'the last' if wrong is unread else 'a'} loss is {wrong['loss'][:60] or 'empty'}, which is not a "
-            f"complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan, and write "
+            f"{file}: {'the last' if wrong is unread else 'a'} loss is {wrong['loss'][:60] or 'empty'}, which is not "
+            f"a complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan; write "
             "what follows the number into loss.pattern, as in {loss}nats; or write the text directly before the "
             "number (not .*), so that no other line matches"
         )
@@ -134,7 +146,7 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
     key = str(source.key)
     if complete and source.jsonl is not None:
         _require_last_line(source, where)
-    rows = [(step, row) for step, row in _rows(source, where, resumed) if key in row]
+    rows = [(step, row) for step, row in _rows(source, where, complete, resumed) if key in row]
     diverged = False
     for step, row in rows:
         if (loss := row[key]) is None:  # loggers write null for a value that a step does not have
@@ -176,44 +188,57 @@ def _require_last_line(source: LossSource, where: Path) -> None:
             return
 
 
-def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
+def _rows(source: LossSource, where: Path, complete: bool = False, resumed: bool = False) -> Iterator[Row]:
     """Yield (step, values by name) for each logged row of the files at ``where``. Of TensorBoard, yield only losses.
 
     Files of TensorBoard and W&B are read in order of the start times that their paths contain. With ``resumed``,
     they are read in order of their last steps, because the machines that resumed the trial may have different clocks.
+    Folders of TensorBoard are read in order of the times of their losses.
     """
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
-    found: list[list[Row]]
+    found: list[list[list[Row]]]  # by folder and file
     if source.tensorboard is not None:
-        files = [file for file in _event_files(source, where) if file.points]
-        _require_one_folder(source, where, files, resumed)
-        found = [[(step, {str(source.key): value}) for step, value in file.points] for file in files]
+        key = str(source.key)
+        folders = _event_folders(source, where, complete)
+        found = [[[(step, {key: value}) for step, value in file.points] for file in files] for files in folders]
     else:
         logs = sorted(where.rglob("*.wandb"), key=lambda file: (file.parent.name, file))
-        found = [list(wandb_rows(file)) for file in logs]
+        found = [[list(wandb_rows(file)) for file in logs]]
     # The times are by the clock of a machine. Attempts may run on several machines, whose clocks may differ.
-    return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
+    return (row for files in found for rows in (sorted(files, key=_last_step) if resumed else files) for row in rows)
 
 
-def _event_files(source: LossSource, where: Path) -> list[EventFile]:
-    return read_event_files(where.rglob(f"*{EVENTS}*"), str(source.key))
+def _event_folders(source: LossSource, where: Path, complete: bool) -> list[list[EventFile]]:
+    """Return the TensorBoard event files with losses by folder, in order of the times of the losses.
 
-
-def _require_one_folder(source: LossSource, where: Path, files: list[EventFile], resumed: bool) -> None:
-    """Raise InputError if event files in several folders have the loss, such as those of a training and a validation.
-
-    With ``resumed``, the folders of attempts may differ in numbers in their names, such as a time or a version. The
-    results of ``add_hparams`` are in such folders, too.
+    Raise InputError if ``complete`` and the folders may have several curves, such as those of a training and a
+    validation. They have one, that of one attempt after the other, if their times do not overlap, and if the last
+    folder gets the furthest: to a higher step than the others, or to the same one from a later first step.
     """
-    folders = dict.fromkeys(str(file.path.parent.relative_to(where)) for file in files)
-    numbered = resumed or str(source.key).startswith("hparam/")
-    if len({re.sub(r"\d+", "0", folder) if numbered else folder for folder in folders}) > 1:
-        names = " and ".join(str(source.tensorboard) if name == "." else name for name in sorted(folders))
-        raise InputError(
-            f"{where} has {source.key} in several folders, {names}; set loss.tensorboard to the folder of one, or "
-            "let the command log the loss that counts under another name"
+    folders = dict[Path, list[EventFile]]()
+    for file in read_event_files(where.rglob(f"*{EVENTS}*"), str(source.key)):
+        if file.points:
+            folders.setdefault(file.path.parent, []).append(file)
+    found = sorted(folders.items(), key=lambda each: min(min(file.times) for file in each[1]))
+    curves = [
+        (
+            sorted(time for file in files for time in file.times),
+            sorted(step for file in files for step, _ in file.points),
         )
+        for _, files in found
+        if not files[0].of_hparams  # each result of ``add_hparams`` has a folder of its own
+    ]
+    at_once = any(later[0] <= times[-1] for (times, _), (later, _) in pairwise(curves))
+    reached = [(steps[-1], steps[0]) for _, steps in curves]
+    if complete and (at_once or (len(reached) > 1 and reached[-1] <= max(reached[:-1]))):
+        names = " and ".join(sorted(map(str, folders)))
+        raise InputError(
+            f"{names} have {source.key}, but are not of one attempt after the other; "
+            "let the command use one fixed log folder under {out}, and set loss.tensorboard to it, or let it log the "
+            "loss that counts under another name"
+        )
+    return [files for _, files in found]
 
 
 def _last_step(rows: list[Row]) -> float:
