@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.errors import refused
+from tests.tuning.test_command import wandb_log, wandb_row
 from tests.views.written import proxy, write_run
 
 from leaven.errors import InputError
@@ -110,7 +112,10 @@ def changed(**values: float | str) -> Callable[[list[Row]], list[Row]]:
 REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "no loss": (without("loss"), "has no column loss; its columns are width, lr, seed"),
     "no value": (without("lr"), "has no column lr; its columns are width, seed, loss; name the swept hyperp"),
-    "no size": (without("width"), "has no column width or depth or batch or tokens; add the size"),
+    "no size": (
+        without("width"),
+        "has no column width or depth or batch or tokens; its columns are lr, seed, loss; add the size",
+    ),
     "one size": (lambda runs: [run for run in runs if run["width"] == 64], "one size only, width 64;"),
     "two values": (lambda runs: [run for run in runs if float(run["lr"]) > 0.02], "width 64 has 2 values of lr"),
     "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
@@ -147,9 +152,9 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
     path = tmp_path / "runs.csv"
     runs = change(rows({64: -6.0, 128: -6.0}))
     write(path, runs) if runs else path.write_text("width,lr,loss\n")
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as refusal:
         transfer_of_runs(path)
-    assert message in str(refused.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
@@ -204,7 +209,7 @@ def test_rows_of_a_csv_file_have_as_many_cells_as_its_header(tmp_path: Path) -> 
     file = write(tmp_path / "runs.csv", [run | {"": n} for n, run in enumerate(runs)])  # the index of pandas
     assert transfer_of_runs(file) == expected
     file.write_text("# of May\n" + write(file, runs).read_text())
-    with pytest.raises(InputError, match="line 2: it has 4 cells, but the header has 1; correct or remove"):
+    with pytest.raises(InputError, match="its first line begins with #; begin with the names of the columns"):
         transfer_of_runs(file)
     file = tmp_path / "50m.csv"
     file.write_text("step,loss\n10,3.0\n20\n30,2.0\n")
@@ -222,7 +227,7 @@ def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(InputError, match="is not a CSV file"):
         transfer_of_runs(tmp_path / "a.csv")
-    (tmp_path / "a.csv").write_text("width;lr;loss\n64;0.1;3\n")
+    (tmp_path / "a.csv").write_text("width;lr;loss\n64;0,1;3\n")
     with pytest.raises(InputError, match=r"a\.csv: separate the columns by commas"):
         transfer_of_runs(tmp_path / "a.csv")
     (tmp_path / "a.jsonl").write_text('{"width": 64}\n[1]\n')
@@ -394,7 +399,7 @@ def test_points_of_loss_curves_are_no_seeds(tmp_path: Path) -> None:
         lambda run: run | {"step": "", "trainer/global_step": run["step"]},
         *(
             lambda run, column=column: {column if name == "step" else name: value for name, value in run.items()}
-            for column in ("_step", "training_step", "it")
+            for column in ("_step", "it", "num_steps", "batch_idx", "_runtime", "iter_num")
         ),
     ):
         with pytest.raises(InputError, match=re.sub(" step 100", " .* 100", message)):
@@ -564,13 +569,17 @@ NAMES: dict[str, dict[str, float] | None] = {
     "adamw lr_1.e-3, tokens1.5b": {"lr": 0.001, "tokens": 1.5e9},
     "beta1=0.9_beta2=0.95,l2=0.1": {"beta1": 0.9, "beta2": 0.95, "l2": 0.1},
     "mup_width64-head_width_16-run1": {"mup_width": 64, "head_width": 16, "run": 1},
+    "optim=adam,width=64,lr=0.001": {"width": 64, "lr": 0.001},
+    "model.width=64,optim.lr=0.001,optim.beta2=0.95": {"width": 64, "lr": 0.001, "beta2": 0.95},
+    "width64.lr0.001": {"width": 64, "lr": 0.001},
+    "tokens1.5b.lr_1.e-3": {"tokens": 1.5e9, "lr": 0.001},
     **dict.fromkeys(
         (
             "width1_024", "width1_024-lr1", "lr0.002_001", "lr4e-3_20240501", "lr3e-4b512", "tokens1b5", "lr2p5",
             "lr-8-7", "log2lr-8", "log2-lr-8", "log-lr-8", "log_lr-8",
              "ln_lr-6,ln-lr6", "log10.lr-3", "beta2_0.95", "20240501",
             "0.5b", "run1-2024", "Nov30_15-05-34_host", "1796051149.26", "v1.2.3", "lr=-3", "lr=0.1x",
-            "tokens100mtok",
+            "tokens100mtok", "optim=adam8bit,lr=1", "0.5.width=64", "lr.0.001", "width64_lr0.001_beta2_0.95",
         )
     ),
 }  # fmt: skip
@@ -586,7 +595,7 @@ def test_numbers_in_names_are_read_whole_or_not_at_all(name: str) -> None:
     ("name", "size"),
     [
         ("50m", 5e7), ("900K", 9e5), ("pythia-1.5B", 1.5e9), ("3e9", 3e9), ("2btok", 2e9),
-        ("1b1", None), ("large", None), ("pythia-70m-v2", None),
+        ("1b1", None), ("large", None), ("pythia-70m-v2", None), ("d24e4", None), ("n=1e8", 1e8), ("d24", 24),
     ],
 )  # fmt: skip
 def test_a_name_of_a_size_has_one_number(name: str, size: float | None) -> None:
@@ -603,6 +612,9 @@ def test_names_that_cannot_be_read_and_differ_are_refused(tmp_path: Path) -> Non
             InputError, match="cannot be read; rename it to numbers .no logarithms. with their names, such"
         ):
             transfer_of_runs(folder)
+    folder = tensorboard_runs(tmp_path / "d", *(f"width{w}_lr{lr}_beta2_0.{lr}" for w, lr in values))
+    with refused("from '0.", "_beta2_0.", "cannot be read", "lr=0.004,beta2=0.95 or seed0, or"):
+        transfer_of_runs(folder)
     ids = [f"width{w}-lr{lr}/offline-run-20240501_12{w:03}{lr}-a1/run-a{w}{lr}.wandb" for w, lr in values]
     theirs = Path(__file__).parents[1] / "tuning" / "wandb" / "offline.wandb"
     for run in ids:
@@ -659,6 +671,51 @@ def test_two_runs_in_one_curve_are_refused(steps: tuple[int, ...], row: str, tmp
         curves_of(file)
 
 
+@pytest.mark.parametrize(
+    ("steps", "fault"),
+    [
+        ((10, 20, 30, 25, 35, 40), None),  # the second attempt logs at other steps
+        ((10, 20, 30, 20, 40), None),
+        ((10, 20, 30, 10, 20, 40), "step 10 comes after 30"),
+        ((10, 20, 40, 25, 35), "step 35 comes after 40"),
+    ],
+)
+def test_a_resumed_run_of_tensorboard_may_log_at_other_steps(
+    steps: tuple[int, ...], fault: str | None, tmp_path: Path
+) -> None:
+    for run in rows({64: -6.0, 128: -6.0}, 0.001, seeds=1):
+        (folder := tmp_path / f"width{run['width']}-lr{run['lr']}").mkdir()
+        losses = [float(run["loss"]) + 100 - n for n, step in enumerate(steps[:-1])] + [float(run["loss"])]
+        content = b"".join(EVENT(step, float_val=[loss]) for step, loss in zip(steps, losses, strict=True))
+        (folder / "a.tfevents").write_bytes(content)
+    with refused(fault, "move the file of one of them elsewhere") if fault else nullcontext():
+        assert transfer_of_runs(tmp_path).rows[0].slope == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.parametrize("last", [b"2.5", b"null"])
+def test_a_row_of_wandb_without_a_loss_is_skipped_unless_it_is_the_last(last: bytes, tmp_path: Path) -> None:
+    for width, lr in product((64, 128), (1, 2, 4)):
+        values = (b"3.5", b"null", b"2.%d" % abs(lr - 2), last if (width, lr) == (128, 4) else b"2.%d" % abs(lr - 2))
+        found = wandb_log(*(wandb_row(_step=b"%d" % step, loss=loss) for step, loss in enumerate(values)))
+        (tmp_path / f"width{width}-lr{lr}.wandb").write_bytes(found)
+    with refused("has no loss; write nan if the run diverged") if last == b"null" else nullcontext():
+        assert transfer_of_runs(tmp_path).settings["scales"] == ["width 64", "width 128"]
+
+
+def test_a_run_with_the_whole_tag_is_not_left_out_beside_a_folder_val(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for number, (folder, tag) in enumerate((("50m", "val/loss"), ("150m", "val/loss"), ("val", "loss"))):
+        with SummaryWriter(tmp_path / folder) as writer:
+            for step, loss in points(number):
+                writer.add_scalar(tag, loss, step)
+    assert len(RunLogs.at(tmp_path, "val/loss").others) == 3
+    with refused("the name val must have one number"):
+        curves_of(tmp_path, "val/loss")
+    shutil.rmtree(tmp_path / "val")
+    assert list(curves_of(tmp_path, "val/loss")) == ["50m", "150m"]
+
+
 def test_rows_of_a_resumed_run_replace_those_of_the_same_steps(tmp_path: Path) -> None:
     written: list[Row] = [{"step": step, "loss": 10 - n} for n, step in enumerate((1, 2, 3, 2, 3, 4))]
     assert curves_of(write(tmp_path / "runs.csv", written)) == {"runs": [[(1, 10), (2, 7), (3, 6), (4, 5)]]}
@@ -708,10 +765,10 @@ def test_rows_without_a_seed_are_runs_of_their_own(written: tuple[str, str], tmp
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> None:
+    def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("os.open", refused)
+    monkeypatch.setattr("os.open", denied)
     for name in ("a.csv", "a.jsonl"):
         with pytest.raises(InputError, match=f"{name}: cannot be read: Permission denied"):
             read_rows(tmp_path / name)
@@ -790,10 +847,10 @@ def test_sizes_of_different_recipes_are_not_compared(
         return
     with pytest.raises(
         InputError, match=f"{named} .* make the recipes of all sizes from one recipe with leaven trans"
-    ) as refused:
+    ) as refusal:
         transfer_of_runs(tmp_path)
     of_target = named.startswith(("schedule", "data", "start"))
-    assert ("(with --like, the target keeps its " in str(refused.value)) == of_target
+    assert ("(with --like, the target keeps its " in str(refusal.value)) == of_target
 
 
 @pytest.mark.parametrize("read", [transfer_of_runs, curves_of])
@@ -984,8 +1041,15 @@ def test_hyperparameters_in_tensorboard_are_no_run(tmp_path: Path) -> None:
         expected[0].slope
     ]
     assert transfer_of_runs(tmp_path / "own").rows == expected  # with two event files in each folder
-    with pytest.raises(InputError, match="has no column loss; it has no columns; name the loss with --loss"):
+    with pytest.raises(InputError, match="has no column loss; it has no columns; name the loss with --loss TAG, or"):
         transfer_of_runs(tmp_path / "result")
+    for run in runs:
+        with SummaryWriter(
+            tmp_path / "placeholder" / f"width{run['width']}-lr{run['lr']}-seed{run['seed']}"
+        ) as writer:
+            writer.add_hparams({"lr": run["lr"]}, {"loss": run["loss"]})
+    with refused("loss is only a result of add_hparams, which counts only under a name that begins with hparam/"):
+        transfer_of_runs(tmp_path / "placeholder")
     # A run that has ended before its first loss is not left out.
     lost = tmp_path / "hp" / "width64-lr1-seed0"
     with SummaryWriter(lost) as writer:

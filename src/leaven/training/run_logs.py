@@ -91,6 +91,12 @@ def read_event_files(files: Iterable[Path], tag: str) -> list[EventFile]:
     return [file for file in found if not file.left_out]
 
 
+def is_only_result(folder: Path, tag: str) -> bool:
+    """Return whether an event file of TensorBoard in or below ``folder`` has ``tag`` and is left out."""
+    files = (read_event_file(file, tag) for file in folder.rglob(f"*{EVENTS}*"))
+    return any(file.left_out and file.points for file in files)
+
+
 def by_event_name(file: Path) -> tuple[list[str | int], Path]:
     """Return a sort key for TensorBoard event files: the numbers in their names, such as the time and a counter."""
     parts = re.split(r"([0-9]+)", file.name)

@@ -18,7 +18,15 @@ from typing import Any
 from leaven import storage
 from leaven.data.sources import OF_DISKS
 from leaven.errors import InputError
-from leaven.training.run_logs import EVENTS, EventFile, by_event_name, read_event_file, wandb_rows
+from leaven.training.run_logs import (
+    EVENTS,
+    OF_HPARAMS,
+    EventFile,
+    by_event_name,
+    is_only_result,
+    read_event_file,
+    wandb_rows,
+)
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
 UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
@@ -26,11 +34,12 @@ TIMES = ("tokens", "step")  # columns for the progress of a run; the first one w
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)([kmbt]?)"
 _NAME = r"[a-z]+(?:_[a-z]+)*"
-# A part of a folder's name: a number after its name, as in lr=0.004, lr0.004 or lr-0.004, or a name alone. Only
-# before =, a name may have digits, as in beta2=0.95.
-_PART = re.compile(rf"(?:({_NAME})[=_-]?{_NUMBER}|(\w+)={_NUMBER}|{_NAME})(?:[-_, ]+|$)")
+# A part of a folder's name: a number after its name, as in lr=0.004, lr0.004, lr-0.004 or optim.lr=0.004, a word
+# after its name, as in optim=adam, or a name alone. Only before =, a name may have digits, as in beta2=0.95.
+_PART = re.compile(rf"(?:{_NAME}\.)*(?:({_NAME})[=_-]?{_NUMBER}|(\w+)={_NUMBER}|{_NAME}(?:={_NAME})?)(?:[-_,. ]+|$)")
 _LOGARITHMS = re.compile(r"(?<![a-z])(log|ln)(?![a-z])")  # log2-lr-8 has no lr
-_SIZE = re.compile(rf"[^\d]*?{_NUMBER}[^\d]*")  # the name of a size, such as 50m
+# The name of a size, such as 50m. d24e4 has two numbers, and no exponent.
+_SIZE = re.compile(rf"[^\d]*?(?!(?<=[a-z])[\d.]+e[+-]?\d){_NUMBER}[^\d]*")
 WANDB_FOLDER = re.compile(r"(offline-)?run-\d{8}_\d{6}-\w+")
 WANDB_FILE = re.compile(r"run-\w+\.wandb")
 HPARAMS_FOLDER = re.compile(r"\d+\.\d+")  # a time; ``add_hparams`` makes such folders
@@ -223,8 +232,11 @@ class RunLogs:
             points = [(step, row[self.loss]) for step, row in rows if self.loss in row]
         place = f"{run} ({'; '.join(cut)})" if cut else str(run)
         if not points:
+            if run in self.events and is_only_result(run, self.loss):
+                raise InputError(f"{place}: {self.loss} is only {OF_HPARAMS}; log it as a curve, too")
             has = ", ".join(sorted(names)) or "no columns"
-            raise InputError(f"{place} has no column {self.loss}; it has {has}; name the loss with --loss")
+            hint = "name the loss with --loss TAG, or --loss val/TAG for the TAG in folders val"
+            raise InputError(f"{place} has no column {self.loss}; it has {has}; {hint}")
         known, numbers = {}, self.numbers(run)
         for name in numbers.keys() & {*columns}:
             known[name], *more = dict.fromkeys(numbers[name])
@@ -255,8 +267,9 @@ class RunLogs:
             if unread != theirs:
                 name = next(iter({*unread}.symmetric_difference(theirs)), unread[0])
                 raise InputError(
-                    f"{run} and {other}: the name {name} cannot be read; rename it to numbers (no logarithms) with "
-                    "their names, such as width=256,lr=0.004, or give a table of the runs"
+                    f"{run} and {other}: from {_parts(name)[1]!r} on, the name {name} cannot be read; rename it to "
+                    "numbers (no logarithms) with their names, such as width=256,lr=0.004,beta2=0.95 or seed0, or "
+                    "give a table of the runs"
                 )
 
     def unused_numbers(self, columns: Collection[str]) -> list[str]:
@@ -269,10 +282,10 @@ class RunLogs:
 def _event_files(folders: Iterable[Path], loss: str) -> dict[Path, list[EventFile]]:
     """Return the TensorBoard event files of each run, by its folder.
 
-    The loss val/loss may also be the tag "loss" in folders called val. Then these are the runs, and the folders
-    beside them, such as train, and those above them are none. A loss such as hparam/loss is a result of
-    ``add_hparams``, whose newest file in or below the folder of a run counts. A folder above runs may have a file
-    without numbers.
+    The loss val/loss may also be the tag "loss" in folders called val. Then these are the runs. The folders beside
+    them, such as train, and those above them are none, unless they have the tag val/loss. A loss such as hparam/loss
+    is a result of ``add_hparams``, whose newest file in or below the folder of a run counts. A folder above runs may
+    have a file without numbers.
     """
     found, chosen = dict[Path, list[EventFile]](), set[Path]()
     for folder in sorted(folders):
@@ -292,7 +305,11 @@ def _event_files(folders: Iterable[Path], loss: str) -> dict[Path, list[EventFil
         if files:
             found.setdefault(of_run, []).extend(files)
     above = {folder.parent for folder in chosen}
-    left_out = {folder for folder in found if folder in above or folder.parent in above} - chosen
+    left_out = {
+        folder
+        for folder, files in found.items()
+        if (folder in above or folder.parent in above) and not any(file.points for file in files)
+    }
     left_out |= {
         folder
         for folder, files in found.items()
@@ -320,15 +337,20 @@ def _names_with_digits(run: Path, root: Path) -> list[str]:
 
 def named_numbers(name: str) -> list[tuple[str, float]] | None:
     """Return the numbers in the name of a folder with their names, or None if not all of it is of this form."""
+    found, rest = _parts(name)
+    return None if rest else found
+
+
+def _parts(name: str) -> tuple[list[tuple[str, float]], str]:
+    """Return the numbers in a name with their names, and the rest of the name, from what cannot be read on."""
     found, at, name = [], 0, name.lower()
-    while at < len(name):
-        if (part := _PART.match(name, at)) is None:
-            return None
+    while at < len(name) and (part := _PART.match(name, at)) is not None:
         plain, number, unit, any_name, any_number, any_unit = part.groups()
         if plain or any_name:
             found.append((plain or any_name, float(number or any_number) * UNITS[unit or any_unit or ""]))
         at = part.end()
-    return None if _LOGARITHMS.search(name) else found
+    logarithm = _LOGARITHMS.search(name)
+    return found, name[at if logarithm is None else min(at, logarithm.start()) :]
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
@@ -372,7 +394,13 @@ def _csv_lines(path: Path) -> list[list[str]]:
     the next row because its quotation mark is not closed.
     """
     rows = list[list[str]]()
-    reader = csv.reader(io.StringIO(storage.read(path).decode("utf-8-sig"), newline=""), skipinitialspace=True)
+    text = storage.read(path).decode("utf-8-sig")
+    header = text.lstrip().partition("\n")[0]
+    if "," not in header and re.search("[;\t]", header):
+        raise InputError(f"{path}: separate the columns by commas")
+    if header.startswith("#"):
+        raise InputError(f"{path}: its first line begins with #; begin with the names of the columns, without #")
+    reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
     begin = 1
     try:
         for cells in reader:
@@ -387,8 +415,6 @@ def _csv_lines(path: Path) -> list[list[str]]:
         raise InputError(
             f"{path}: line {begin}: {error}; correct or remove the line, or if it is the last, copy the file again"
         ) from None
-    if rows and len(rows[0]) == 1 and re.search("[;\t]", rows[0][0]):
-        raise InputError(f"{path}: separate the columns by commas")
     return rows
 
 

@@ -34,7 +34,8 @@ LARGEST_WIDTH = 10**15
 CURVE_COLUMNS = {"width", "depth", "batch", "seed"}  # columns that distinguish loss curves
 # Columns with the progress of a run, such as _step of W&B; the check transfer takes tokens for a size
 PROGRESS = re.compile(
-    r"(train(er)?[/_.])?_?(global_?|train_?|training_)?(step|iter|iteration|epoch|update)s?|it"
+    r"(train(er)?[/_.])?_?(global_?|train_?|training_|num_)?(step|iter|iteration|epoch|update)s?(_num)?"
+    r"|it|batch_idx|_runtime"
     r"|((consumed|seen|processed)_(train_)?)(tokens|samples)|(tokens|samples)_(consumed|seen|processed)"
 )
 # Columns that may name the run
@@ -99,6 +100,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
         "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
         "columns not used": sorted(set(columns) - {"loss", loss.lower(), "seed", value, *axes}),
         "files not read": logs.unread,
+        "unfinished": [],  # always empty, because such runs are refused; a document keeps its keys
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
 
@@ -117,7 +119,8 @@ def _runs_by_size(
         if column not in columns:
             raise InputError(f"{path} has no column {column}; its columns are {', '.join(columns)}{hint}")
     if not axes:
-        raise InputError(f"{path} has no column {' or '.join(AXES)}; add the size of the runs, e.g. width")
+        has = f"no column {' or '.join(AXES)}; its columns are {', '.join(columns)}"
+        raise InputError(f"{path} has {has}; add the size of the runs, e.g. width")
     found: dict[RunScale, dict[float, dict[Hashable, LoggedRow]]] = {}
     for row in rows:
         runs = found.setdefault(_scale_of(row, axes), {}).setdefault(row.above_0(value), {})
@@ -150,7 +153,8 @@ def _rows_of_other_runs(logs: RunLogs, value: str, used: Collection[str]) -> lis
     for file in logs.others:
         found_here = logs.rows(file, used)
         if is_one_run(file):
-            points, end = _points(found_here, "step"), found_here[-1]
+            end = found_here[-1]
+            points = _points([row for row in found_here if row.has("loss")] or [end], "step")
             if all(math.isfinite(loss) for _, loss in points):
                 _require_new(curves, (*map(end.values.get, (*AXES, value)), *points), str(file), "losses")
             found_here = [end]
@@ -306,7 +310,6 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
     """
     if logs.own:
         return _curves_of_own_runs(logs.own), []
-    used = CURVE_COLUMNS
     unused = set[str]()
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
@@ -314,9 +317,9 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
     firsts: dict[str, list[LoggedRow]] = {}  # the first row of each curve, by size
     order: dict[str, list[float]] = {}  # the numbers by which sizes are sorted
     for file in logs.others:
-        rows = logs.rows(file, used)
+        rows = logs.rows(file, CURVE_COLUMNS)
         columns = dict.fromkeys(column for row in rows for column in row.values)
-        unused |= columns.keys() - {*used, *TIMES, "loss", logs.loss.lower()}
+        unused |= columns.keys() - {*CURVE_COLUMNS, *TIMES, "loss", logs.loss.lower()}
         every, rows = rows, [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
         if time is None or "loss" not in columns:
@@ -353,7 +356,7 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
         )
     logs.require_readable_names(sized=not any(sized))
     if any(sized):  # else the names of files are the sizes
-        unused.update(logs.unused_numbers(used))
+        unused.update(logs.unused_numbers(CURVE_COLUMNS))
     elif len(found) > 1 and (unnamed := [name for name in found if size_in(name) is None]):
         raise InputError(
             f"{path}: the name {unnamed[0]} must have one number, which is the size; rename it, e.g. 50m, or add a "
@@ -396,14 +399,18 @@ def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return a run's points. Repeated steps replace earlier points. Raise InputError if a second run follows."""
+    """Return a run's points. Repeated steps replace earlier points. Raise InputError if a second run follows.
+
+    In a table, the rows of a resumed run repeat steps. In TensorBoard and W&B, they may also have other steps.
+    """
+    one_run = rows[0].source is not None and is_one_run(rows[0].source)
     run: dict[float, float] = {}
     furthest = -1.0
     for row in rows:
         at = row.number(time)
         if not 0 <= at < math.inf:
             raise InputError(f"{row.place}: {time} is {at:g}; give a finite number of at least 0")
-        if run and at <= next(reversed(run)) and (at not in run or at == next(iter(run))):
+        if run and at <= next(reversed(run)) and (at <= next(iter(run)) or not (one_run or at in run)):
             break
         while run and at <= next(reversed(run)):
             run.popitem()
@@ -412,9 +419,10 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
     else:
         if at == furthest:
             return list(run.items())
+    hint = "write each run into a file of its own, in the order of time, or add the column seed"
     raise InputError(
-        f"{row.place}: {time} {at:g} comes after {furthest:g}, as if a second run began; write each run into a file "
-        "of its own, in the order of time, or add the column seed"
+        f"{row.place}: {time} {at:g} comes after {furthest:g}, as if a second run began; "
+        f"{'move the file of one of them elsewhere' if one_run else hint}"
     )
 
 

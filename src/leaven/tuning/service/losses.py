@@ -19,7 +19,7 @@ from leaven.training.run_logs import (
     OF_HPARAMS,
     EventFile,
     LogDamaged,
-    read_event_file,
+    is_only_result,
     read_event_files,
     wandb_rows,
 )
@@ -79,9 +79,8 @@ def why_none(source: LossSource, where: Path) -> str:
     if source.key is None:
         return "reported no loss"
     if source.tensorboard is not None:
-        files = [read_event_file(file, source.key) for file in where.rglob(f"*{EVENTS}*")]
-        keys = {tag for file in files if not file.left_out for tag in file.tags}
-        if any(file.points for file in files):
+        keys = {tag for file in read_event_files(where.rglob(f"*{EVENTS}*"), source.key) for tag in file.tags}
+        if is_only_result(where, source.key):
             return f"reported no loss: {source.key} is only {OF_HPARAMS}"
     else:
         keys = {key for _, row in _rows(source, where) for key in row}
