@@ -120,9 +120,9 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
         line = text[text.rfind("\n", 0, wrong.start("loss")) + 1 :].partition("\n")[0].strip()
         raise InputError(
             f"{file}: {'the last' if wrong is unread else 'a'} loss is {wrong['loss'][:60] or 'empty'}, which is not "
-            f"a complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan; write "
-            "what follows the number into loss.pattern, as in {loss}nats; or write the text directly before the "
-            "number (not .*), so that no other line matches"
+            f"a complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan, or "
+            "correct loss.pattern: write into it what follows the number, as in {loss}nats, and the text directly "
+            "before the number (not .*), so that no other line matches"
         )
 
 
