@@ -134,7 +134,9 @@ UNKNOWN = {
 @pytest.mark.parametrize("script", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_other_values_are_unknown(script: str, lr: str) -> None:
     found = from_megatron.read(f"{script}\n{TRAIN} --lr {lr}", "train.sh", "x")
-    assert [line for line in found.unknown if "until the script runs" in line and line.startswith("--lr: $")]
+    assert [
+        line for line in found.unknown if "until the script runs" in line and line.startswith(("--lr: $", "--lr: `"))
+    ]
 
 
 def test_a_default_is_listed_and_does_not_hide_a_change() -> None:
@@ -174,15 +176,53 @@ def test_words_that_may_be_appended_are_unknown(script: str, use: str) -> None:
     [
         ('"$@"', ["$@"]),
         ("$* $1 ${10} ${2:-}", ["$*", "$1", "$10"]),
-        ("${@:2} $(cat flags)", ["${...}", "$(...)"]),
+        (
+            "${@:2} $(cat flags) `cat 'a very long name of flags'` $(a\n\tb)",
+            ["${@:2}", "$(cat flags)", "`cat 'a very long name of flag...", "$(a b)"],
+        ),
         ("--bf16 $MORE", ["$MORE"]),
-        ("--save $MORE --data-path $A $B", ["$B"]),
+        ("--save $DIR --load ${HOME} --data-path $A $B", ["$B"]),
+        ("--use-mcore-models $MORE_ARGS --no-load-rng ${EXTRA[@]}", ["$MORE_ARGS", "$EXTRA"]),
+        ('--use-mcore-models "$@"', ["$@"]),
+        ("--use-mcore-models $A_OPTS$B", ["$A_OPTS", "$B"]),
         ("--rampup-batch-size 2 2 $C", ["$C"]),
         ("> $1", []),
     ],
 )
 def test_places_where_flags_may_be(more: str, places: list[str]) -> None:
     assert parse_arguments(f"date\n$1 torchrun $2 pretrain_gpt.py {SHAPE} {more}", "x").open == places
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "X=\nif [ $1 ]; then X='--bf16'; fi",
+        "X='--bf16'\nif [ $1 ]; then X=; fi",
+        "X=()\nf() { X+=($1 --lr 2); }\nf",
+        "Y=--bf16\n[ $1 ] || X=$Y",
+    ],
+)
+def test_a_variable_that_may_have_flags_is_no_value_of_an_unread_flag(script: str) -> None:
+    assert parse_arguments(f"{script}\n{TRAIN} --overlap-grad-reduce $X", "x").open == ["$X"]
+    assert parse_arguments(f"{script.replace('--', '/')}\n{TRAIN} --lr 1 --save a/$X", "x").open == []
+
+
+@pytest.mark.parametrize("more", ["--plugin-file my.py", "--config-script=a.py --hook b.py"])
+def test_a_python_file_may_be_the_value_of_a_flag(more: str) -> None:
+    for launch in ("torchrun --nproc_per_node 8 --log-file x.py", "python launch.py --nnodes 2", "python"):
+        found = parse_arguments(f"date\n{launch} pretrain_gpt.py --bf16 {more} --lr 1 {SHAPE}", "x").flags
+        assert found["bf16"] == []
+        assert found["lr"] == ["1"]
+    assert parse_arguments(f"--bf16 {more} --lr 1 {SHAPE}", "x").flags["bf16"] == []
+
+
+def test_placeholders_are_unknown() -> None:
+    script = "P=<Specify path>\nA='--bf16 --seed 7'\ndate <in >out\ndate <in 2>&1"
+    found = parse_arguments(f"{script}\n{TRAIN} --save <PATH> $A --load $P --lr <LR>", "x")
+    assert (found.flags["bf16"], found.flags["seed"]) == ([], ["7"])
+    assert (found.unknown, found.open) == ({"lr": "<LR>"}, [])
+    found = parse_arguments(f"{TRAIN} <more flags> --bf16 <MORE>\ndate", "x")
+    assert found.open == ["<more flags>", "<MORE>"]
 
 
 def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
@@ -219,7 +259,9 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
         (f"{TRAIN}\n  --lr 1\n", "cannot read line 2 (--lr begins a command; end the line before with a backslash)"),
         (f"CMD='{TRAIN}\n --lr 1'\nbash -c \"$CMD\"", "(--lr begins a command"),
         (f"[[ $X =~ ^(a|b)$ ]]\n{TRAIN}", "(unexpected ()"),
-        (f"date\n{TRAIN} --save <PATH> --bf16", "(unexpected >)"),
+        (f"P=<a path of 2>\nA=--bf16\n{TRAIN} $A", "line 1 (no file after 2>; replace placeholders such as <PATH>)"),
+        (f"date > && LR=1\n{TRAIN}", "line 1 (no file after >; replace placeholders such as <PATH>)"),
+        (f"{TRAIN} && date >", "line 1 (no file after >; replace placeholders such as <PATH>)"),
         (f"{SHAPE}\n--lr 6e-4 –weight-decay 0.3", "–weight-decay has a dash instead of hyphens"),
         (f"{SHAPE} --save x —bf16", "—bf16 has a dash instead of hyphens; write -- before the name of a flag"),
         (

@@ -8,15 +8,17 @@ command. Everything else is a script, which is read from top to bottom:
   default counts.
 - A variable is unknown if a branch, loop, function or subshell assigns it, a command after ``&&``, ``||`` or ``|``,
   or a command such as ``read``, ``let`` or ``((`` that names it. If words are only appended there, only they are.
-- ``$1``, ``$(...)`` and all expansions other than ``$A``, ``${A[@]}`` and ``${A:-default}`` are unknown.
+- ``$1``, ``$(...)``, placeholders such as ``<PATH>``, and all expansions other than ``$A``, ``${A[@]}`` and
+  ``${A:-default}`` are unknown.
 
 If several commands train, or one in a branch, loop or function, or if the script has another syntax, it is refused.
 """
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +32,9 @@ MOST_READ = 2**20  # most characters of a script and of all values that its vari
 ADVICE = "write echo before the training command, run the script, and import the line that it prints"
 
 _UNKNOWN = re.compile("\0([^\0]*)\0")  # a part of a word that only the shell knows, such as \0$LR\0
+_KEPT = "\0kept\0"  # stands for the value that a variable has before it is changed
+_ONLY_UNKNOWN = re.compile("(?:\0[^\0]*\0)+")
+_FLAGS_BY_NAME = re.compile("ARG|OPT|FLAG|EXTRA|--|[@*]", re.IGNORECASE)  # in $ARGS, $@ and $(cat flags)
 _DASHES = re.compile("-?[\u2010-\u2015\u2212]")  # the last one is the minus sign
 
 _SPACE = re.compile(r"(?:[ \t\r]|\\\r?\n|#[^\n]*)+")  # where a word can begin, so that # begins a comment
@@ -37,6 +42,7 @@ _OPERATOR = re.compile(
     r"(?P<redirect>\d*(?:&>>?|>>|>\||[<>]&|<>|<<<|<<-?|[<>](?!\()))|\n|;;?&|;;?|&&|\|\||\|&?|&|\(\(?|\)"
 )
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_PLACEHOLDER = re.compile(r"<[^\s<>(&](?:[^<>\n;|]*[^\s<>&;|\d])?>")  # such as <Specify path>
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\(")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _VARIABLE = (
@@ -54,7 +60,7 @@ _IN_QUOTES = re.compile(
     rf"(?P<text>[^\"\\$`\0]+)|(?P<mark>\0[^\0]*\0)|\\\r?\n|\\(?P<escaped>[\"\\$`])|{_VARIABLE}|(?P<unknown>\$[({{]|`)|(?P<quote>\")"
     r"|(?P<other>[\\$])"
 )
-_NESTED = re.compile(r"(?<=[\s;&|(])#[^\n]*|'[^']*'|\\.|\$[({]|[()}`\"]|[^'\\$()}`\"#]+|.", re.DOTALL)
+_NESTED = re.compile(r"\0[^\0]*\0|(?<=[\s;&|(])#[^\n]*|'[^']*'|\\.|\$[({]|[()}`\"]|[^'\\$()}`\"#]+|.", re.DOTALL)
 _CLOSING = {"(": ")", "$(": ")", "${": "}", "`": "`", '"': '"'}
 
 _BLOCKS = dict.fromkeys(("for", "select", "while", "until"), "done") | {"if": "fi", "case": "esac", "{": "}"}
@@ -87,7 +93,7 @@ def parse_arguments(text: str, origin: str) -> Arguments:
             "the arguments"
         )
     script = _Script(origin)
-    text = text.replace("\0", "")
+    text = re.sub("[\0\1]", "", text)
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     is_line = len(lines) == 1 and not re.search(r"(?:^|\s)(?:&&|\|\|?|&)(?:\s|$)|;(?:\s|$)|=\(", lines[0])
     if is_line or (lines and lines[0].lstrip().startswith("-")):
@@ -95,7 +101,7 @@ def parse_arguments(text: str, origin: str) -> Arguments:
     else:
         script.run(text)
         words = script.trained_with()
-    found = _sorted(words, origin)
+    found = _sorted(words, origin, script.may_be_flags)
     found.defaults = list(script.defaults)
     return found
 
@@ -113,21 +119,38 @@ def _name(flag: str) -> str:
     return name if name in TABLE["flags"] else flag
 
 
+def _is_known(flag: str) -> bool:
+    return flag in TABLE["flags"] or any(fnmatchcase(flag.replace("_", "-"), each) for each in TABLE["unsupported"])
+
+
 def _after_program(words: list[str]) -> list[str]:
-    """Return the words after the last name of a Python file or, without such a name, from the first flag on."""
-    names = [place for place, word in enumerate(words) if word.endswith(".py")]
-    flags = (place for place, word in enumerate(words) if word.startswith("--"))
-    return words[names[-1] + 1 if names else next(flags, 0) :]
+    """Return the words after the name of the Python file or, without such a name, from the first flag on.
+
+    Flags of a launcher may come before it, so it is the last one before the first flag that leaven knows of Megatron.
+    """
+    flags = [place for place, word in enumerate(words) if word.startswith("--")]
+    known = (place for place in flags if _is_known(_name(words[place][2:].partition("=")[0])))
+    names = [place for place, word in enumerate(words[: next(known, None)]) if word.endswith(".py")]
+    return words[names[-1] + 1 if names else min(flags, default=0) :]
 
 
-def _sorted(words: list[str], origin: str) -> Arguments:
-    """Sort the words of a command into flags, their values, and what is unknown."""
+def _unknown_in(text: str) -> list[str]:
+    return [each.replace("\1", " ") for each in _UNKNOWN.findall(text)]
+
+
+def _sorted(words: list[str], origin: str, may_be_flags: Callable[[str], bool]) -> Arguments:
+    """Sort the words of a command into flags, their values, and what is unknown.
+
+    An unknown word stands in the place of flags if the flag before it needs no value, or if leaven does not read that
+    flag and ``may_be_flags`` is true of the word.
+    """
     found, flag = Arguments(), ""
     for word in words:
         kind, given = kind_of(flag), found.flags.get(flag, [])
         name, equals, value = word[2:].partition("=")
-        is_flag, unknown = word.startswith("--") and name, _UNKNOWN.findall(word)
-        if (is_flag and "\0" in name) or (_UNKNOWN.fullmatch(word) and (not flag or given or kind == "switch")):
+        is_flag, unknown = word.startswith("--") and name, _unknown_in(word)
+        needs_no_value = not flag or given or kind == "switch" or (not kind and any(map(may_be_flags, unknown)))
+        if (is_flag and "\0" in name) or (_ONLY_UNKNOWN.fullmatch(word) and needs_no_value):
             found.open += [each for each in unknown if each not in found.open]
         elif is_flag:
             flag = _name(name)
@@ -135,13 +158,13 @@ def _sorted(words: list[str], origin: str) -> Arguments:
         elif _DASHES.match(word):
             raise InputError(f"{origin}: {word} has a dash instead of hyphens; write -- before the name of a flag")
         elif not flag or kind == "switch" or (kind in {"count", "number"} and given):
-            shown = _UNKNOWN.sub(lambda each: each[1], word) + (f" after --{flag}" if flag else "")
+            shown = re.sub("\0", "", word).replace("\1", " ") + (f" after --{flag}" if flag else "")
             raise InputError(f"{origin}: {shown} is not the value of any flag; correct or remove it")
         else:
             given.append(word)
     for flag, given in found.flags.items():
         if kind_of(flag) and "\0" in (text := " ".join(given)):
-            found.unknown[flag] = ", ".join(_UNKNOWN.findall(text))
+            found.unknown[flag] = ", ".join(_unknown_in(text))
     return found
 
 
@@ -154,6 +177,12 @@ class _Piece:
     default: str | None = None  # of ${NAME:-default}
     every: bool = False  # ${NAME[@]}
     quoted: bool = False
+
+
+def _unknown(text: str) -> _Piece:
+    """Return the piece of a word that has an expansion or a placeholder. Messages show its first 30 characters."""
+    shown = "\1".join(re.sub("[\0\1]", " ", text[:60]).split())  # \1 is a space at which the word is not split
+    return _Piece("\0" + (shown if len(shown) <= 30 else f"{shown[:30]}...") + "\0", quoted=True)
 
 
 @dataclass(frozen=True)
@@ -186,17 +215,18 @@ class _Lexer:
         redirect = ""
         while not self._ended():
             begin = self._at
-            if not (found := _OPERATOR.match(self._text, begin)):
+            found = _OPERATOR.match(self._text, begin)
+            if not found or _PLACEHOLDER.match(self._text, begin):
                 word = self._array() if _ARRAY.match(self._text, begin) else self._word()
                 if redirect in {"<<", "<<-"}:
                     documents.append(("".join(piece.text for piece in word.pieces), redirect == "<<-"))
-                elif redirect and word.literal.startswith("--"):  # <PLACEHOLDER> --bf16
-                    self.refuse(f"unexpected {redirect}", begin)
                 elif not redirect:
                     yield word
                 redirect = ""
-            elif found["redirect"]:
+            elif found["redirect"] and not redirect:
                 self._at, redirect = found.end(), found["redirect"]
+            elif redirect:
+                self.refuse(f"no file after {redirect}; replace placeholders such as <PATH>", begin)
             elif found[0] == "((":
                 self._skip_nested()
                 yield _Word([_Piece("let")])
@@ -208,6 +238,8 @@ class _Lexer:
                     last, tabs = documents.pop(0)
                     end = re.compile(("^\t*" if tabs else "^") + re.escape(last) + "$", re.MULTILINE)
                     self._at = line.end() if (line := end.search(self._text, self._at)) else len(self._text)
+        if redirect:
+            self.refuse(f"no file after {redirect}; replace placeholders such as <PATH>")
         yield ""
 
     def words(self, last: str) -> list[_Word]:
@@ -243,7 +275,13 @@ class _Lexer:
     def _word(self, unquoted: re.Pattern[str] = _WORD) -> _Word:
         pieces: list[_Piece] = []
         begin, quoted = self._at, False
-        while found := (_IN_QUOTES if quoted else unquoted).match(self._text, self._at):
+        while True:
+            if not quoted and (found := _PLACEHOLDER.match(self._text, self._at)):
+                self._at = found.end()
+                pieces.append(_unknown(found[0]))
+                continue
+            if not (found := (_IN_QUOTES if quoted else unquoted).match(self._text, self._at)):
+                break
             self._at, kind = found.end(), found.lastgroup
             if kind == "quote":
                 if not quoted and self._text.startswith('"', self._at):  # "" is a word, too
@@ -255,8 +293,7 @@ class _Lexer:
                 if not found[0].endswith("'"):
                     self._at -= 1 if found[0] == "`" or found[0][0] in "<>" else 2
                     self._skip_nested()
-                shown = "${...}" if found[0] == "${" else "$(...)"
-                pieces.append(_Piece(f"\0{shown}\0", quoted=True))
+                pieces.append(_unknown(self._text[found.start() : self._at]))
             elif kind:
                 pieces.append(_Piece(found[kind], quoted=quoted or kind != "text"))
         if quoted or self._at == begin:
@@ -290,6 +327,7 @@ class _Script:
         self._values: dict[str, list[str]] = {}  # elements of an array, or one text
         self._unknown: set[str] = set()  # variables that may be changed where it cannot be known
         self._extended: set[str] = set()  # variables to which something may be appended
+        self._with_flags: set[str] = set()  # variables to which a text with flags is assigned
         self._blocks: list[str] = []  # last word of each open block
         self._runs = False  # whether the script has a command
         self._trainings: list[list[str] | None] = []  # words of each training command; None in a block
@@ -303,6 +341,10 @@ class _Script:
             number = "several commands have" if more else "no command outside of branches, loops and functions has"
             raise InputError(f"{self._origin}: {number} --num-layers; {ADVICE}")
         return only
+
+    def may_be_flags(self, shown: str) -> bool:
+        """Return whether a variable or an expansion such as ``$(cat flags)`` may have flags."""
+        return shown[1:] in self._extended | self._with_flags or bool(_FLAGS_BY_NAME.search(shown))
 
     def run(self, text: str) -> None:
         """Read the commands of a script."""
@@ -386,21 +428,25 @@ class _Script:
     def _assign(self, assigned: re.Match[str], word: _Word, certain: bool) -> None:
         """Set a variable or, if the assignment is not certain, record that it may be changed or extended."""
         name, index, append, first = assigned.groups()
-        is_array = word.elements is not None
+        is_array, before = word.elements is not None, self._values.get(name)
+        if not certain and not index:
+            self._values[name] = [_KEPT]
         words = word.elements or [_Word([] if is_array else [_Piece(first, quoted=True), *word.pieces[1:]])]
+        old = self._elements(_Piece(name=name, every=True)) if append else []
+        added = self.fields(words) if is_array else [self._text(words[0].pieces)]
+        text = ["".join([*old[:1], *added]), *self._values.get(name, [])[1:]]  # of an array, the first element
+        value = [*old, *added] if is_array else text
+        found = " ".join(value).split()
+        if any(each.startswith("-") for each in found):
+            self._with_flags.add(name)
         if certain and not index:
-            old = self._elements(_Piece(name=name, every=True)) if append else []
-            added = self.fields(words) if is_array else [self._text(words[0].pieces)]
-            text = ["".join([*old[:1], *added]), *self._values.get(name, [])[1:]]  # of an array, the first element
-            self._values[name] = [*old, *added] if is_array else text
+            self._values[name] = value
             return
-        texts = [
-            "".join("\0" if piece.name == name else "$" if piece.name else piece.text for piece in each.pieces)
-            for each in words
-        ]
-        shape = ("\0 " if is_array else "\0") * bool(append) + " ".join(texts)
-        keeps = re.search(r"(?:^|\s)\0(?:\s|$)", shape) and not index
-        (self._extended if keeps else self._unknown).add(name)
+        if before is not None:
+            self._values[name] = before
+        else:
+            self._values.pop(name, None)
+        (self._extended if _KEPT in found and not index else self._unknown).add(name)
 
     def _change(self, words: list[_Word]) -> None:
         """Make all variables unknown that these words name."""
