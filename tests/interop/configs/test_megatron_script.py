@@ -260,6 +260,7 @@ def test_words_that_may_be_appended_are_unknown(script: str, use: str) -> None:
         ("--use-mcore-models $A_OPTS$B", ["$A_OPTS", "$B"]),
         ("--rampup-batch-size 2 2 $C", ["$C"]),
         ("> $1", []),
+        ("`a``b``a`", ["`a`", "`b`"]),
     ],
 )
 def test_places_where_flags_may_be(more: str, places: list[str]) -> None:
@@ -363,6 +364,7 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
         (f"{{ {TRAIN}; }} | tee log", IN_BLOCK),
         (f"ssh host '{TRAIN}'\ndate", NO_COMMAND),
         ("MODEL_ARGS:\n  --num-layers: 24\n  --bf16: true", "looks like YAML or the log of a run; give the script"),
+        ("--num-layers: 24\n--bf16: true", "looks like YAML"),
         ("[0]: using world size: 8 (a)\n  num_layers .......... 24", "looks like YAML or the log of a run"),
         (
             f"{SHAPE} --bf16 {'`a`' * 99}b",

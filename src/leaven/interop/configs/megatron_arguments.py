@@ -56,12 +56,12 @@ def parse_arguments(text: str, origin: str) -> Arguments:
             found.append(_read("\n".join(lines) if as_list else text, origin, as_list))
         except InputError as error:
             errors.append(error)
-    if found:
-        return max(found, key=lambda each: len(each.flags))
-    if _OTHER_FILES.search(text):
+    if _OTHER_FILES.search(text) and (is_list or not found):
         raise InputError(
             f"{origin}: looks like YAML or the log of a run; give the script that trains, or only its flags"
         )
+    if found:
+        return max(found, key=lambda each: len(each.flags))
     raise errors[0]
 
 
@@ -118,14 +118,14 @@ def _sorted(words: list[str], origin: str, may_be_flags: Callable[[str], bool]) 
     An unknown word stands in the place of flags if the flag before it needs no value, or if leaven does not read that
     flag and ``may_be_flags`` is true of the word.
     """
-    found, flag = Arguments(), ""
+    found, flag, places = Arguments(), "", dict[str, None]()
     for word in words:
         kind, given = kind_of(flag), found.flags.get(flag, [])
         name, equals, value = word[2:].partition("=")
         is_flag, unknown = word.startswith("--") and name, unknown_in(word)
         needs_no_value = not flag or given or kind == "switch" or (not kind and any(map(may_be_flags, unknown)))
         if (is_flag and "\0" in name) or (ONLY_UNKNOWN.fullmatch(word) and needs_no_value):
-            found.open += [each for each in unknown if each not in found.open]
+            places |= dict.fromkeys(unknown)
         elif is_flag:
             flag = _name(name)
             given = found.flags[flag] = [value] if equals else []
@@ -137,6 +137,7 @@ def _sorted(words: list[str], origin: str, may_be_flags: Callable[[str], bool]) 
             raise InputError(f"{origin}: {shown} is not the value of any flag; correct or remove it")
         else:
             given.append(word)
+    found.open = list(places)
     for flag, given in found.flags.items():
         if kind_of(flag) and "\0" in (text := " ".join(given)):
             found.unknown[flag] = ", ".join(unknown_in(text))
