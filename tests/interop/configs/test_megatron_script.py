@@ -201,6 +201,8 @@ def test_a_file_that_only_sets_variables() -> None:
         assert (found.flags["num-layers"], found.flags["bf16"], found.open) == (["2"], [], [])
         found = parse_arguments(f"{script}\nENV='--lr 1'", "x")
         assert (found.flags["bf16"], found.open) == ([], ["$ENV (no command uses it)"])
+        unknown = from_megatron.read(f"{script}\nENV='--lr 1'", "x", "x").unknown
+        assert "$ENV (no command uses it): its flags are not read; add them if the run has them" in unknown
         for more in ("echo $MODEL_ARGS", "A=$MODEL_ARGS", "ssh host train", "cat > x <<EOF\n$MODEL_ARGS\nEOF"):
             with refused("x: ", NO_COMMAND):
                 parse_arguments(f"{script}\n{more}", "x")

@@ -68,7 +68,10 @@ def _read_flags(text: str, draft: Draft) -> Settings:
         else:
             flags.given[flag] = " ".join(words) if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
             _require_neutral(flags, flag)
-    draft.unknown += [f"{name}: its flags are unknown until the script runs" for name in parsed.open]
+    for name in parsed.open:
+        unused = name.endswith("(no command uses it)")
+        what = "not read; add them if the run has them" if unused else "unknown until the script runs"
+        draft.unknown.append(f"{name}: its flags are {what}")
     if parsed.defaults:
         names = ", ".join(parsed.defaults)
         draft.unknown.append(
