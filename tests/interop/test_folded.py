@@ -114,6 +114,30 @@ def test_a_hand_written_model_is_folded(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs(leaven.fold(model)), wanted)
 
 
+def test_a_model_whose_folding_was_interrupted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, left = trained(llama), [True, False]
+    head = torch.compile(model.get_submodule("lm_head"), backend="eager")
+    head(torch.zeros(1, 64))
+
+    def mul(self: torch.Tensor, factor: float) -> torch.Tensor:
+        if not left.pop(0):
+            raise KeyboardInterrupt
+        return torch.Tensor.mul_(self, factor)
+
+    monkeypatch.setattr(nn.Parameter, "mul_", mul, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        leaven.fold(model)
+    monkeypatch.undo()
+    for use in (outputs, leaven.fold, partial(leaven.save_folded, folder=tmp_path / "folded"), nn.Module.state_dict):
+        with pytest.raises(InputError, match="interrupted on this LlamaForCausalLM.*load the weights again"):
+            use(model)
+    inside = model.get_submodule("model")
+    for call in (partial(head, torch.zeros(1, 64)), partial(inside, tokens(9)), inside.state_dict):
+        with pytest.raises(InputError, match="interrupted on this L.*load the weights again"):
+            call()
+    assert not any(tmp_path.iterdir())
+
+
 def test_compiled_and_pickled_models_fold_too() -> None:
     model = trained(llama)
     wanted = outputs(model)

@@ -213,12 +213,22 @@ def uninstall(model: nn.Module) -> None:
 # Fold into the weights --------------------------------------------------------------------------------------
 
 
+def refuse_half_folded(model: nn.Module, *_: object) -> None:
+    """Raise InputError. :func:`fold` installs this hook on all modules of a model while it multiplies the weights. If
+    ``fold`` is interrupted, the hook stays, so that the half-folded model cannot be used."""
+    raise InputError(
+        f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
+        "and others do not; load the weights again into a new model"
+    )
+
+
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and return the model.
 
     The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
-    eps and weight decay are wrong for the new weights. If folding is interrupted, load the weights again.
+    eps and weight decay are wrong for the new weights. If folding is interrupted, later
+    calls of the model raise InputError.
 
     Raises:
         InputError: if the model is not parametrized, or a multiplier cannot be folded. No weight has changed then.
@@ -228,8 +238,11 @@ def fold(model: nn.Module) -> nn.Module:
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass, FSDP2 may keep whole parameters for a while
     factors, offset = _factors(target)
+    marks = [module.register_forward_pre_hook(refuse_half_folded, prepend=True) for module in target.modules()]
+    for module in target.modules():
+        marks.append(module.register_state_dict_pre_hook(refuse_half_folded))  # type: ignore[no-untyped-call]
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # compiled graphs contain the multipliers
+        torch.compiler.reset()  # compiled graphs contain the multipliers, and not the marks
     for parameter, factor in factors.items():
         if isinstance(factor, Tensor):
             piece = piece_of("", parameter)  # the whole parameter, or this process's shard
@@ -237,6 +250,8 @@ def fold(model: nn.Module) -> nn.Module:
         else:
             parameter.mul_(factor).add_(factor - 1 if parameter in offset else 0.0)
     uninstall(target)
+    for mark in marks:
+        mark.remove()
     return model
 
 
@@ -290,6 +305,8 @@ def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
 
     To multiply a gain 1 + w by f, set the weight w to f w + f - 1.
     """
+    if refuse_half_folded in target._forward_pre_hooks.values():
+        refuse_half_folded(target)
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")

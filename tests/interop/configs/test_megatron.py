@@ -9,7 +9,7 @@ from tests.interop.configs.recipes import FAMILIES, MIXTURES, NEOX, PER_MODULE, 
 
 from leaven.documents.runs import LossRow
 from leaven.interop.configs.export import export
-from leaven.interop.configs.megatron_script import parse_arguments
+from leaven.interop.configs.megatron_arguments import parse_arguments
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 

@@ -8,10 +8,12 @@ import pytest
 from tests.errors import refused
 
 from leaven.interop.configs import from_megatron
-from leaven.interop.configs.megatron_script import Arguments, parse_arguments
+from leaven.interop.configs.megatron_arguments import Arguments, parse_arguments
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
 TRAIN = f"torchrun pretrain_gpt.py {SHAPE}"
+NO_COMMAND = "no command has --num-layers (here-documents and commands after ssh or sbatch are not searched); give"
+IN_BLOCK = "the command with --num-layers is in a branch, loop or function, or in ( ) or { }; write"
 ADVICE = "; write echo before the training command, run the script, and import the line that it prints"
 
 
@@ -59,6 +61,14 @@ KNOWN = {
         {TRAIN} "${{ARGS[@]}}" "${{MORE[@]}}" """,
     "the first element": f"ARGS=('--lr 1' --lr 2)\n{TRAIN} $ARGS",
     "assigned again": f"LR=1\nLR=2\nARGS='--lr 3'\nARGS=\"--lr $LR\"\n{TRAIN} $ARGS\nLR=4",
+    "declared": f"declare -a ARGS=(--lr 1)\ndeclare -rx LR=2\n{TRAIN} ${{ARGS[@]}} --min-lr $LR",
+    "after a program in the background": f"sleep 0 &\n\nLR=1\nsleep 0 & X=2\n{TRAIN} --lr $LR --seed $X",
+    "compared": f"""
+        LR=8 N=7
+        if (( LR % 3 == 0 || LR <= N || LR != 8 && N >= 1 )); then N= ; echo; fi
+        while let "LR < 1"; do echo; done
+        if [ "$1" == "--num-layers" ] || test "$1" = --num-layers; then echo; fi
+        printf "LR %s\\n" $LR; {TRAIN} --lr $LR""".replace("N= ; echo", "echo"),
     "one flag twice": f"{TRAIN} --lr 1 --lr 2",
     "after &&": f"export X=1 && \\\n{TRAIN} --lr 1 2>&1 | tee log",
     "in eval": f'CMD="{TRAIN} --lr 1 &> log"\necho $CMD\neval $CMD',
@@ -111,7 +121,16 @@ UNKNOWN = {
     "by mapfile": "mapfile -t LR < f",
     "by let": "LR=1\nlet 'LR = LR + 1'",
     "by ((": "LR=1\n((LR*=2))",
+    "by ++": "LR=1\n(( X > 2, ++LR ))",
+    "by <<=": "LR=1\n((LR[0] <<= 2))",
     "by printf -v": "LR=1\nprintf -v LR %s 2",
+    "by command printf -v": "LR=1\ncommand printf -v LR %s 2",
+    "by read with quotes": 'LR=1\nread -r "LR" <<< 2',
+    "by read with a backslash": "LR=1\n\\read LR <<< 2",
+    "by builtin read": "LR=1\nX=1 builtin read LR <<< 2",
+    "by a declaration of a variable's name": "LR=1 NAME=LR\ndeclare $NAME=2e-3",
+    "by a declaration in quotes": 'LR=1\nexport "LR=2"',
+    "by read of a variable's name": "LR=1 NAME=LR\nread $NAME",
     "by unset": "LR=1\nunset LR",
     "by declare -i": "declare -i LR=1",
     "by an index": "LR=1\nLR[0]=2",
@@ -134,7 +153,9 @@ UNKNOWN = {
 @pytest.mark.parametrize("script", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_other_values_are_unknown(script: str, lr: str) -> None:
     found = from_megatron.read(f"{script}\n{TRAIN} --lr {lr}", "train.sh", "x")
-    assert [line for line in found.unknown if "until the script runs" in line and line.startswith("--lr: $")]
+    assert [
+        line for line in found.unknown if "until the script runs" in line and line.startswith(("--lr: $", "--lr: `"))
+    ]
 
 
 def test_a_default_is_listed_and_does_not_hide_a_change() -> None:
@@ -142,9 +163,65 @@ def test_a_default_is_listed_and_does_not_hide_a_change() -> None:
         unknown = from_megatron.read(f"{script}\n{TRAIN} --lr ${{LR:-1e-3}}", "train.sh", "x").unknown
         return [line for line in unknown if "$LR" in line]
 
-    assert lines("") == ["$LR: the script's default is used, unless the environment sets another value"]
+    assert lines("") == [
+        "$LR: the script's default is used, unless the environment or an argument sets another value"
+    ]
     assert lines("LR=1e-3") == []
-    assert lines("if [ $1 ]; then LR=2; fi") == ["--lr: $LR is unknown until the script runs"]
+    assert lines("if [ $1 ]; then LR=2; fi") == ["--lr: $LR (line 1 may change it) is unknown until the script runs"]
+
+
+def test_the_line_that_may_change_a_variable_is_named() -> None:
+    script = "LR=1\nX=1 \\\n  Y=2\nif [ $1 ]; then\n  LR=2\n  X='\n'\nfi\nX=1 Z=$(date)\nsource env.sh\nREST=1"
+    use = "--lr $LR --min-lr $X --seed $Y --clip-grad $Z --adam-eps $REST --weight-decay $W"
+    assert parse_arguments(f"{script}\n{TRAIN} {use}", "x").unknown == {
+        "lr": "$LR (line 5 may change it)",
+        "min-lr": "$X (line 6 may change it)",
+        "seed": "$Y (line 10 may change it)",
+        "clip-grad": "$Z (line 10 may change it)",
+        "weight-decay": "$W",
+    }
+    nested = f"LR=1\nbash -c '\n\nread LR\n{TRAIN} --lr $LR'"
+    assert parse_arguments(nested, "x").unknown == {"lr": "$LR (line 2 may change it)"}
+
+
+def test_only_defaults_that_reach_a_flag_are_listed() -> None:
+    script = "A=${X:-x} B=${Y:-1e-4}\nC=--min-lr=${Z:-1}"
+    use = "--save $A/${1:-y} --lr $B $C --seed ${2:-5} --load ${LOAD:-z} ${MORE:-}"
+    found = parse_arguments(f"{script}\n{TRAIN} {use}", "x")
+    assert found.defaults == ["$Y", "$Z", "$2", "$MORE"]
+    assert found.flags["min-lr"] == ["1"]
+    found = parse_arguments(f"torchrun p.py ${{ARGS:-{SHAPE}}} --save ${{X:-1}}\ndate", "x")
+    assert found.defaults == ["$ARGS", "$X"]  # without the default, no command trains
+
+
+def test_a_file_that_only_sets_variables() -> None:
+    for variable in (f"MODEL_ARGS='{SHAPE} --bf16'", f"MODEL_ARGS=({SHAPE} --bf16)"):
+        script = f"if [ -z ${{CKPT}} ]; then\n  CKPT=a\nfi\necho Use $CKPT\n{variable}"
+        found = parse_arguments(script, "x")
+        assert (found.flags["num-layers"], found.flags["bf16"], found.open) == (["2"], [], [])
+        found = parse_arguments(f"{script}\nENV='--lr 1'", "x")
+        assert (found.flags["bf16"], found.open) == ([], ["$ENV (no command uses it)"])
+        unknown = from_megatron.read(f"{script}\nENV='--lr 1'", "x", "x").unknown
+        assert "$ENV (no command uses it): its flags are not read; add them if the run has them" in unknown
+        for more in ("echo $MODEL_ARGS", "A=$MODEL_ARGS", "ssh host train", "cat > x <<EOF\n$MODEL_ARGS\nEOF"):
+            with refused("x: ", NO_COMMAND):
+                parse_arguments(f"{script}\n{more}", "x")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'srun bash -c "{} --lr 1 --bf16"',
+        "bash -c '{} --lr 1 --bf16'",
+        "eval '{} --lr 1 --bf16'",
+        "{} --bf16 --lr 1 > log.txt 2>&1",
+        "{} --lr 1 --bf16 --moe-layer-freq ([0]*1+[1]*1) --save a",
+        "{} --type transformer|embedding --lr 1 --bf16 --save a;b",
+    ],
+)
+def test_a_file_of_one_line_is_a_script_or_a_list(line: str) -> None:
+    found = parse_arguments(f"#!/bin/bash\n{line.format(TRAIN)}\n", "x").flags
+    assert (found["lr"], found["bf16"], found["num-layers"]) == (["1"], [], ["2"])
 
 
 EXTENDED = {
@@ -174,15 +251,59 @@ def test_words_that_may_be_appended_are_unknown(script: str, use: str) -> None:
     [
         ('"$@"', ["$@"]),
         ("$* $1 ${10} ${2:-}", ["$*", "$1", "$10"]),
-        ("${@:2} $(cat flags)", ["${...}", "$(...)"]),
+        (
+            "${@:2} $(cat flags) `cat 'a very long name of flags'` $(a\n\tb)",
+            ["${@:2}", "$(cat flags)", "`cat 'a very long name of flag...", "$(a b)"],
+        ),
         ("--bf16 $MORE", ["$MORE"]),
-        ("--save $MORE --data-path $A $B", ["$B"]),
+        ("--save $DIR --load ${HOME} --data-path $A $B", ["$B"]),
+        ("--use-mcore-models $MORE_ARGS --no-load-rng ${EXTRA[@]}", ["$MORE_ARGS", "$EXTRA"]),
+        ('--use-mcore-models "$@"', ["$@"]),
+        ("--use-mcore-models $A_OPTS$B", ["$A_OPTS", "$B"]),
         ("--rampup-batch-size 2 2 $C", ["$C"]),
         ("> $1", []),
+        ("`a``b``a`", ["`a`", "`b`"]),
     ],
 )
 def test_places_where_flags_may_be(more: str, places: list[str]) -> None:
     assert parse_arguments(f"date\n$1 torchrun $2 pretrain_gpt.py {SHAPE} {more}", "x").open == places
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "X=\nif [ $1 ]; then X='--bf16'; fi",
+        "X='--bf16'\nif [ $1 ]; then X=; fi",
+        "X=()\nf() { X+=($1 --lr 2); }\nf",
+        "Y=--bf16\n[ $1 ] || X=$Y",
+    ],
+)
+def test_a_variable_that_may_have_flags_is_no_value_of_an_unread_flag(script: str) -> None:
+    places = parse_arguments(f"{script}\n{TRAIN} --overlap-grad-reduce $X", "x").open
+    assert [place.partition(" ")[0] for place in places] == ["$X"]
+    assert parse_arguments(f"{script.replace('--', '/')}\n{TRAIN} --lr 1 --save a/$X", "x").open == []
+
+
+@pytest.mark.parametrize("more", ["--plugin-file my.py", "--config-script=a.py --hook b.py"])
+def test_a_python_file_may_be_the_value_of_a_flag(more: str) -> None:
+    for launch in ("torchrun --nproc_per_node 8 --log-file x.py", "python launch.py --nnodes 2", "python"):
+        found = parse_arguments(f"date\n{launch} pretrain_gpt.py --bf16 {more} --lr 1 {SHAPE}", "x").flags
+        assert found["bf16"] == []
+        assert found["lr"] == ["1"]
+    assert parse_arguments(f"--bf16 {more} --lr 1 {SHAPE}", "x").flags["bf16"] == []
+
+
+def test_placeholders_are_unknown() -> None:
+    script = "P=<Specify path>\nA='--bf16 --seed 7'\ndate <in >out\ndate <in 2>&1"
+    found = parse_arguments(f"{script}\n{TRAIN} --save <PATH> $A --load $P --lr <LR>", "x")
+    assert (found.flags["bf16"], found.flags["seed"]) == ([], ["7"])
+    assert (found.unknown, found.open) == ({"lr": "<LR>"}, [])
+    found = parse_arguments(f"{TRAIN} <more flags> --bf16 <MORE>\ndate", "x")
+    assert found.open == ["<more flags>", "<MORE>"]
+
+
+def test_a_space_that_does_not_break_lines_is_a_space() -> None:
+    assert parse_arguments(f"{TRAIN} --lr 1\u00a0\\\n--bf16".replace(" \\", "\\"), "x").flags["lr"] == ["1"]
 
 
 def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
@@ -195,7 +316,10 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
     assert found == Arguments(
         {"lr": ["\0$LR\0"], "save": ["$X"], "bf16": [], "seed": ["7"], "split": ["9,1"]}, {"lr": "$LR"}
     )
-    assert parse_arguments("ARGS=(\n--lr 1 '--seed 7' # x\n)\n", "x").flags == {"lr": ["1"], "seed 7": []}
+    assert parse_arguments("ARGS=(\n--num-layers 1 '--seed 7' # x\n)\n", "x").flags == {
+        "num-layers": ["1"],
+        "seed 7": [],
+    }
 
 
 @pytest.mark.parametrize(
@@ -203,11 +327,26 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
     [
         (f"{TRAIN} --lr 1\n{TRAIN} --lr 2", f"several commands have --num-layers{ADVICE}"),
         (f"if [ $1 ]; then {TRAIN} --lr 1; fi\n{TRAIN} --lr 2", "several commands have"),
-        (f"for LR in 1 2; do\n{TRAIN} --lr $LR\ndone", "no command outside of branches, loops and functions has"),
-        (f"train() {{ {TRAIN}; }}\ntrain", "no command outside of branches, loops and functions has"),
-        (f"ARGS='{SHAPE}'\necho torchrun pretrain_gpt.py $ARGS", "no command outside of"),
-        (f"bash <<EOF\n{TRAIN}\nEOF", "no command outside of"),
-        ("ARGS=(--lr 1)\nMORE=(--bf16)", "no command outside of"),
+        (
+            f"for LR in 1 2; do\n{TRAIN} --lr $LR\ndone",
+            IN_BLOCK,
+        ),
+        (
+            f"train() {{ {TRAIN}; }}\ntrain",
+            IN_BLOCK,
+        ),
+        (
+            f"ARGS='{SHAPE}'\necho torchrun pretrain_gpt.py $ARGS",
+            NO_COMMAND,
+        ),
+        (
+            f"bash <<EOF\n{TRAIN}\nEOF",
+            NO_COMMAND,
+        ),
+        (
+            "ARGS=(--lr 1)\nMORE=(--bf16)",
+            NO_COMMAND,
+        ),
         (f"date\n{TRAIN} --lr '1", f"leaven cannot read line 2 (' without a partner){ADVICE}"),
         (f'date\n{TRAIN} --lr "1', "cannot read line 2"),
         (f"date\n\n{TRAIN} --lr $(cat", "cannot read line 3 ($( without a partner)"),
@@ -217,9 +356,27 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
         (f"LR=1\ndone\n{TRAIN}", "cannot read line 2 (unexpected done)"),
         (f"X=a )\n{TRAIN}", "(unexpected ))"),
         (f"{TRAIN}\n  --lr 1\n", "cannot read line 2 (--lr begins a command; end the line before with a backslash)"),
+        (f"{TRAIN} \\\n  # --lr 1 \\\n  --lr 2\n", "line 3 (--lr begins a command; remove the comment above)"),
+        (f"ARGS='--lr=1 --bf16'\n{TRAIN}\n  $ARGS\n", "line 3 (--lr begins a command; end the line before"),
+        (f"date\nbash -c '\n\n}} {TRAIN}'", "line 2 (unexpected }"),
+        (
+            f"ARGS='{SHAPE}'\nsource env.sh\ntorchrun p.py ${{ARGS[@]}} $X",
+            "but $ARGS (line 2 may change it), $X is unk",
+        ),
+        (f"{{ {TRAIN}; }} | tee log", IN_BLOCK),
+        (f"ssh host '{TRAIN}'\ndate", NO_COMMAND),
+        ("MODEL_ARGS:\n  --num-layers: 24\n  --bf16: true", "looks like YAML or the log of a run; give the script"),
+        ("--num-layers: 24\n--bf16: true", "looks like YAML"),
+        ("[0]: using world size: 8 (a)\n  num_layers .......... 24", "looks like YAML or the log of a run"),
+        (
+            f"{SHAPE} --bf16 {'`a`' * 99}b",
+            "`a``a``a``a``a``a``a``a``a``a``a``a``a``a``a``a``a``a``a``a`... after --bf16",
+        ),
         (f"CMD='{TRAIN}\n --lr 1'\nbash -c \"$CMD\"", "(--lr begins a command"),
         (f"[[ $X =~ ^(a|b)$ ]]\n{TRAIN}", "(unexpected ()"),
-        (f"date\n{TRAIN} --save <PATH> --bf16", "(unexpected >)"),
+        (f"P=<a path of 2>\nA=--bf16\n{TRAIN} $A", "line 1 (no file after 2>; replace placeholders such as <PATH>)"),
+        (f"date > && LR=1\n{TRAIN}", "line 1 (no file after >; replace placeholders such as <PATH>)"),
+        (f"{TRAIN} && date >", "line 1 (no file after >; replace placeholders such as <PATH>)"),
         (f"{SHAPE}\n--lr 6e-4 –weight-decay 0.3", "–weight-decay has a dash instead of hyphens"),
         (f"{SHAPE} --save x —bf16", "—bf16 has a dash instead of hyphens; write -- before the name of a flag"),
         (
@@ -227,8 +384,11 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
             "weight-decay after --lr is not the value of any flag; correct or remove",
         ),
         (f"{SHAPE} --bf16 on", "on after --bf16 is not the value of any flag"),
-        ("", "no command outside of"),
-        ("A=1", "1 is not the value of any flag"),
+        (
+            "",
+            NO_COMMAND,
+        ),
+        ("A=1", "no command has --num-layers"),
         ("$" * 500_000, "and leaven reads at most 131,072; give a file with only the arguments"),
         ("A0=x\n" + "".join(f'A{i + 1}="$A{i} $A{i}"\n' for i in range(40)), "more than 1,048,576 characters"),
         ('X=\'eval "$X"\'\neval "$X"', "more than 1,048,576 characters"),
@@ -251,6 +411,12 @@ UNITS = [
     "<<E\n",
     "[[ ",
     '"$A',
+    "``",
+    "((A ",
+    "let A[",
+    "\n((A++)) ",
+    "<",
+    "<a",
     "\0",
     "$A ",
 ]

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from leaven.errors import InputError
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
-from leaven.interop.configs.megatron_script import TABLE, kind_of, parse_arguments
+from leaven.interop.configs.megatron_arguments import TABLE, kind_of, parse_arguments
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.files import validated
 from leaven.recipe.shape import ModelShape
@@ -68,10 +68,15 @@ def _read_flags(text: str, draft: Draft) -> Settings:
         else:
             flags.given[flag] = " ".join(words) if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
             _require_neutral(flags, flag)
-    draft.unknown += [f"{name}: its flags are unknown until the script runs" for name in parsed.open]
+    for name in parsed.open:
+        unused = name.endswith("(no command uses it)")
+        what = "not read; add them if the run has them" if unused else "unknown until the script runs"
+        draft.unknown.append(f"{name}: its flags are {what}")
     if parsed.defaults:
         names = ", ".join(parsed.defaults)
-        draft.unknown.append(f"{names}: the script's default is used, unless the environment sets another value")
+        draft.unknown.append(
+            f"{names}: the script's default is used, unless the environment or an argument sets another value"
+        )
     if flags.given.get("num-experts") == 0:  # Megatron reads 0 as no experts
         del flags.given["num-experts"]
     return flags

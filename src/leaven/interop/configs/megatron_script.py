@@ -1,42 +1,44 @@
-"""Reads Megatron-LM's arguments from a list of arguments or a shell script, without running the script.
+"""Finds the command of a shell script that trains with Megatron-LM, without running the script.
 
-A list of arguments begins with a flag or has only one line, such as the line that ``echo`` prints before the training
-command. Everything else is a script, which is read from top to bottom:
+The script is read from top to bottom:
 
-- The training command is the one that has ``--num-layers``. Its flags are those after the name of a Python file.
+- The training command is the one that has ``--num-layers``. In a file that only sets variables, the one with
+  ``--num-layers`` has the arguments.
 - A variable has the value that the last assignment gives it. If a variable is not set, as in ``${LR:-1e-4}``, its
   default counts.
 - A variable is unknown if a branch, loop, function or subshell assigns it, a command after ``&&``, ``||`` or ``|``,
   or a command such as ``read``, ``let`` or ``((`` that names it. If words are only appended there, only they are.
-- ``$1``, ``$(...)`` and all expansions other than ``$A``, ``${A[@]}`` and ``${A:-default}`` are unknown.
+- ``$1``, ``$(...)``, placeholders such as ``<PATH>``, and all expansions other than ``$A``, ``${A[@]}`` and
+  ``${A:-default}`` are unknown.
 
 If several commands train, or one in a branch, loop or function, or if the script has another syntax, it is refused.
 """
 
 import re
-import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import dropwhile, pairwise
-from pathlib import Path
 from typing import NoReturn
 
 from leaven.errors import InputError
 
-TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").read_text(encoding="utf-8"))
-
-LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
 MOST_READ = 2**20  # most characters of a script and of all values that its variables insert
 ADVICE = "write echo before the training command, run the script, and import the line that it prints"
 
-_UNKNOWN = re.compile("\0([^\0]*)\0")  # a part of a word that only the shell knows, such as \0$LR\0
-_DASHES = re.compile("-?[\u2010-\u2015\u2212]")  # the last one is the minus sign
+UNKNOWN = re.compile("\0([^\0]*)\0")  # a part of a word that only the shell knows, such as \0$LR\0
+_KEPT = "\0kept\0"  # stands for the value that a variable has before it is changed
+ONLY_UNKNOWN = re.compile("(?:\0[^\0]*\0)+")
+_LAYERS = re.compile(r"(?:^|\s)--num[-_]layers(?=[\s=]|$)")
+_FLAGS_BY_NAME = re.compile("ARG|OPT|FLAG|EXTRA|--|[@*]", re.IGNORECASE)  # in $ARGS, $@ and $(cat flags)
 
 _SPACE = re.compile(r"(?:[ \t\r]|\\\r?\n|#[^\n]*)+")  # where a word can begin, so that # begins a comment
 _OPERATOR = re.compile(
     r"(?P<redirect>\d*(?:&>>?|>>|>\||[<>]&|<>|<<<|<<-?|[<>](?!\()))|\n|;;?&|;;?|&&|\|\||\|&?|&|\(\(?|\)"
 )
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_CHANGED = re.compile(  # variables in LR, LR[0], LR = 2, LR *= 2, LR++ and --LR
+    r"^(\w+)(?:\[.*\])?$|\b(\w+)\b(?:\[[^][]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*(\w+)"
+)
+_PLACEHOLDER = re.compile(r"<[^\s<>(&](?:[^<>\n;|]*[^\s<>&;|\d])?>")  # such as <Specify path>
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\(")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _VARIABLE = (
@@ -54,95 +56,21 @@ _IN_QUOTES = re.compile(
     rf"(?P<text>[^\"\\$`\0]+)|(?P<mark>\0[^\0]*\0)|\\\r?\n|\\(?P<escaped>[\"\\$`])|{_VARIABLE}|(?P<unknown>\$[({{]|`)|(?P<quote>\")"
     r"|(?P<other>[\\$])"
 )
-_NESTED = re.compile(r"(?<=[\s;&|(])#[^\n]*|'[^']*'|\\.|\$[({]|[()}`\"]|[^'\\$()}`\"#]+|.", re.DOTALL)
+_NESTED = re.compile(r"\0[^\0]*\0|(?<=[\s;&|(])#[^\n]*|'[^']*'|\\.|\$[({]|[()}`\"]|[^'\\$()}`\"#]+|.", re.DOTALL)
 _CLOSING = {"(": ")", "$(": ")", "${": "}", "`": "`", '"': '"'}
 
 _BLOCKS = dict.fromkeys(("for", "select", "while", "until"), "done") | {"if": "fi", "case": "esac", "{": "}"}
 _KEYWORDS = {"then", "else", "elif", "do", "!", "time", "function", *_BLOCKS, *_BLOCKS.values()}
-_ENDS = {"", "\n", ";", ";;", "(", ")"}  # of commands that run in any case
+_ENDS = {"", "\n", ";", ";;", "(", ")"}  # of commands that run in this shell
+_CONTINUED = {"&&", "||", "|", "|&"}  # before commands that run in some cases, or in a subshell
 _DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
-_SETTERS = {"read", "readarray", "mapfile", "let", "printf", "getopts", "unset", "for", "select"}
+_SETTERS = {"read", "readarray", "mapfile", "let", "printf", "getopts", "unset"}
+_NEUTRAL = {"echo", "[", "test", "[[", "source", "."}  # neither train nor start a program
 
 
-@dataclass
-class Arguments:
-    """The arguments of Megatron-LM in a script or list."""
-
-    # The name of each flag -> the words after it
-    flags: dict[str, list[str]] = field(default_factory=dict)
-    # Each flag without a known value -> what is unknown, such as $LR
-    unknown: dict[str, str] = field(default_factory=dict)
-    open: list[str] = field(default_factory=list)  # what may have more flags, such as $@
-    defaults: list[str] = field(default_factory=list)  # variables whose default is used
-
-
-def parse_arguments(text: str, origin: str) -> Arguments:
-    """Return the arguments in a script or list, as the docstring of this module describes.
-
-    If a flag is repeated, its last value counts. Raise InputError if a word is neither a flag nor the value of one.
-    """
-    if len(text) > LONGEST:
-        raise InputError(
-            f"{origin}: has {len(text):,} characters, and leaven reads at most {LONGEST:,}; give a file with only "
-            "the arguments"
-        )
-    script = _Script(origin)
-    text = text.replace("\0", "")
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    is_line = len(lines) == 1 and not re.search(r"(?:^|\s)(?:&&|\|\|?|&)(?:\s|$)|;(?:\s|$)|=\(", lines[0])
-    if is_line or (lines and lines[0].lstrip().startswith("-")):
-        words = _after_program(script.fields(_Lexer("\n".join(lines), origin).words("")))
-    else:
-        script.run(text)
-        words = script.trained_with()
-    found = _sorted(words, origin)
-    found.defaults = list(script.defaults)
-    return found
-
-
-def kind_of(flag: str) -> str | None:
-    """Return the kind of a flag's value, as in megatron_flags.toml, or None if leaven does not read the flag."""
-    kind: str | None = TABLE["flags"].get(flag, {}).get("kind")
-    return kind
-
-
-def _name(flag: str) -> str:
-    """Return the current spelling of a flag if leaven reads it, otherwise the flag as it is written."""
-    name = flag.replace("_", "-")
-    name = TABLE["aliases"].get(name, name)
-    return name if name in TABLE["flags"] else flag
-
-
-def _after_program(words: list[str]) -> list[str]:
-    """Return the words after the last name of a Python file or, without such a name, from the first flag on."""
-    names = [place for place, word in enumerate(words) if word.endswith(".py")]
-    flags = (place for place, word in enumerate(words) if word.startswith("--"))
-    return words[names[-1] + 1 if names else next(flags, 0) :]
-
-
-def _sorted(words: list[str], origin: str) -> Arguments:
-    """Sort the words of a command into flags, their values, and what is unknown."""
-    found, flag = Arguments(), ""
-    for word in words:
-        kind, given = kind_of(flag), found.flags.get(flag, [])
-        name, equals, value = word[2:].partition("=")
-        is_flag, unknown = word.startswith("--") and name, _UNKNOWN.findall(word)
-        if (is_flag and "\0" in name) or (_UNKNOWN.fullmatch(word) and (not flag or given or kind == "switch")):
-            found.open += [each for each in unknown if each not in found.open]
-        elif is_flag:
-            flag = _name(name)
-            given = found.flags[flag] = [value] if equals else []
-        elif _DASHES.match(word):
-            raise InputError(f"{origin}: {word} has a dash instead of hyphens; write -- before the name of a flag")
-        elif not flag or kind == "switch" or (kind in {"count", "number"} and given):
-            shown = _UNKNOWN.sub(lambda each: each[1], word) + (f" after --{flag}" if flag else "")
-            raise InputError(f"{origin}: {shown} is not the value of any flag; correct or remove it")
-        else:
-            given.append(word)
-    for flag, given in found.flags.items():
-        if kind_of(flag) and "\0" in (text := " ".join(given)):
-            found.unknown[flag] = ", ".join(_UNKNOWN.findall(text))
-    return found
+def unknown_in(text: str) -> list[str]:
+    """Return what only the shell knows of a word, such as ``$LR``."""
+    return [each.replace("\1", " ") for each in UNKNOWN.findall(text)]
 
 
 @dataclass(frozen=True)
@@ -154,6 +82,12 @@ class _Piece:
     default: str | None = None  # of ${NAME:-default}
     every: bool = False  # ${NAME[@]}
     quoted: bool = False
+
+
+def _unknown(text: str) -> _Piece:
+    """Return the piece of a word that has an expansion or a placeholder. Messages show its first 30 characters."""
+    shown = "\1".join(re.sub("[\0\1]", " ", text[:60]).split())  # \1 is a space at which the word is not split
+    return _Piece("\0" + (shown if len(shown) <= 30 else f"{shown[:30]}...") + "\0", quoted=True)
 
 
 @dataclass(frozen=True)
@@ -169,16 +103,23 @@ class _Word:
         return self.pieces[0].text if len(self.pieces) == 1 and not self.pieces[0].quoted else ""
 
     @property
+    def text(self) -> str:
+        """The word without quotes, or "" if it has a variable."""
+        return "" if any(piece.name for piece in self.pieces) else "".join(piece.text for piece in self.pieces)
+
+    @property
     def assignment(self) -> re.Match[str] | None:
         """NAME=, NAME+= or NAME[...]= at the begin of the word, and the text after it."""
         return _ASSIGNMENT.fullmatch(self.pieces[0].text) if self.pieces and not self.pieces[0].quoted else None
 
 
-class _Lexer:
+class Lexer:
     """Splits a script into words and operators, without comments, redirections and here-documents."""
 
-    def __init__(self, text: str, origin: str) -> None:
-        self._text, self._origin, self._at = text, origin, 0
+    def __init__(self, text: str, origin: str, line: int = 0) -> None:
+        """``line``: the line of the whole script that has this text, if it is after ``eval`` or ``bash -c``."""
+        self._text, self._origin, self._line, self._at = text, origin, line, 0
+        self.begin, self.line = 0, line or 1  # of the newest token
 
     def tokens(self) -> Iterator[_Word | str]:
         """Yield words and operators, and "" at the end. For ``((N += 1))``, yield the words of ``let "N += 1"``."""
@@ -186,17 +127,20 @@ class _Lexer:
         redirect = ""
         while not self._ended():
             begin = self._at
-            if not (found := _OPERATOR.match(self._text, begin)):
+            self.line += 0 if self._line else self._text.count("\n", self.begin, begin)
+            self.begin = begin
+            found = _OPERATOR.match(self._text, begin)
+            if not found or _PLACEHOLDER.match(self._text, begin):
                 word = self._array() if _ARRAY.match(self._text, begin) else self._word()
                 if redirect in {"<<", "<<-"}:
-                    documents.append(("".join(piece.text for piece in word.pieces), redirect == "<<-"))
-                elif redirect and word.literal.startswith("--"):  # <PLACEHOLDER> --bf16
-                    self.refuse(f"unexpected {redirect}", begin)
+                    documents.append((word.text, redirect == "<<-"))
                 elif not redirect:
                     yield word
                 redirect = ""
-            elif found["redirect"]:
+            elif found["redirect"] and not redirect:
                 self._at, redirect = found.end(), found["redirect"]
+            elif redirect:
+                self.refuse(f"no file after {redirect}; replace placeholders such as <PATH>", begin)
             elif found[0] == "((":
                 self._skip_nested()
                 yield _Word([_Piece("let")])
@@ -208,6 +152,8 @@ class _Lexer:
                     last, tabs = documents.pop(0)
                     end = re.compile(("^\t*" if tabs else "^") + re.escape(last) + "$", re.MULTILINE)
                     self._at = line.end() if (line := end.search(self._text, self._at)) else len(self._text)
+        if redirect:
+            self.refuse(f"no file after {redirect}; replace placeholders such as <PATH>")
         yield ""
 
     def words(self, last: str) -> list[_Word]:
@@ -222,7 +168,7 @@ class _Lexer:
 
     def refuse(self, what: str, at: int | None = None) -> NoReturn:
         """Raise InputError for a script that leaven cannot read."""
-        line = self._text.count("\n", 0, max(self._at - 1, 0) if at is None else at) + 1
+        line = self._line or self._text.count("\n", 0, max(self._at - 1, 0) if at is None else at) + 1
         raise InputError(f"{self._origin}: leaven cannot read line {line} ({what}); {ADVICE}")
 
     def _ended(self) -> bool:
@@ -243,7 +189,13 @@ class _Lexer:
     def _word(self, unquoted: re.Pattern[str] = _WORD) -> _Word:
         pieces: list[_Piece] = []
         begin, quoted = self._at, False
-        while found := (_IN_QUOTES if quoted else unquoted).match(self._text, self._at):
+        while True:
+            if not quoted and (found := _PLACEHOLDER.match(self._text, self._at)):
+                self._at = found.end()
+                pieces.append(_unknown(found[0]))
+                continue
+            if not (found := (_IN_QUOTES if quoted else unquoted).match(self._text, self._at)):
+                break
             self._at, kind = found.end(), found.lastgroup
             if kind == "quote":
                 if not quoted and self._text.startswith('"', self._at):  # "" is a word, too
@@ -255,8 +207,7 @@ class _Lexer:
                 if not found[0].endswith("'"):
                     self._at -= 1 if found[0] == "`" or found[0][0] in "<>" else 2
                     self._skip_nested()
-                shown = "${...}" if found[0] == "${" else "$(...)"
-                pieces.append(_Piece(f"\0{shown}\0", quoted=True))
+                pieces.append(_unknown(self._text[found.start() : self._at]))
             elif kind:
                 pieces.append(_Piece(found[kind], quoted=quoted or kind != "text"))
         if quoted or self._at == begin:
@@ -280,51 +231,83 @@ class _Lexer:
         self.refuse(f"{self._text[begin : begin + 2].strip()} without a partner", begin)
 
 
-class _Script:
+class Script:
     """The variables of a script and its training commands. See the docstring of this module."""
 
-    def __init__(self, origin: str) -> None:
+    def __init__(self, origin: str, use_defaults: bool = True) -> None:
+        self._use_defaults = use_defaults  # whether the default of ${LR:-1e-4} counts; otherwise LR is unknown
         self.defaults: dict[str, None] = {}  # variables whose default is used
         self._origin = origin
         self._read = 0  # characters of the script and of inserted values
         self._values: dict[str, list[str]] = {}  # elements of an array, or one text
-        self._unknown: set[str] = set()  # variables that may be changed where it cannot be known
-        self._extended: set[str] = set()  # variables to which something may be appended
+        self._line = 0  # of the current command
+        # The line of the command that may change a variable, or append something to it
+        self._unknown: dict[str, int] = {}
+        self._extended: dict[str, int] = {}
+        self._with_flags: set[str] = set()  # variables to which a text with flags is assigned
         self._blocks: list[str] = []  # last word of each open block
-        self._runs = False  # whether the script has a command
+        self._used: set[str] = set()  # variables that echo and the like use
+        self._runs = False  # whether the script has another command
+        self._hidden: dict[str, None] = {}  # what is unknown of a Python program without --num-layers
         self._trainings: list[list[str] | None] = []  # words of each training command; None in a block
 
     def trained_with(self) -> list[str]:
-        """Return the arguments of the only training command, or of a file that only has one array."""
-        if not self._runs and len(self._values) == 1:
-            return [text for each in self._values for text in self._elements(_Piece(name=each, every=True))]
-        (only, *more) = self._trainings or [None]
-        if only is None or more:
-            number = "several commands have" if more else "no command outside of branches, loops and functions has"
-            raise InputError(f"{self._origin}: {number} --num-layers; {ADVICE}")
-        return only
+        """Return the only training command, or the arguments in the only variable of a file without commands."""
+        unused = {name: value for name, value in self._values.items() if name not in self._used}
+        names = [name for name, value in unused.items() if _LAYERS.search(" ".join(value))]
+        if not self._runs and len(names) == 1:
+            value = self._elements(_Piece(name=names[0], every=True))
+            others = [f"\0${name}\1(no\1command\1uses\1it)\0" for name in self._with_flags if name != names[0]]
+            return [*(value[0].split() if len(value) == 1 else value), *sorted(others)]
+        if len(self._trainings) == 1 and self._trainings[0] is not None:
+            return self._trainings[0]
+        if self._trainings:
+            what = (
+                "several commands have --num-layers"
+                if self._trainings[1:]
+                else ("the command with --num-layers is in a branch, loop or function, or in ( ) or { }")
+            )
+        elif self._hidden:
+            hidden = ", ".join(list(self._hidden)[:3])
+            what = f"no command has --num-layers, but {hidden} is unknown until the script runs"
+        else:
+            raise InputError(
+                f"{self._origin}: no command has --num-layers (here-documents and commands after ssh or sbatch are "
+                "not searched); give the script that trains, or a file with only its flags"
+            )
+        raise InputError(f"{self._origin}: {what}; {ADVICE}")
+
+    def may_be_flags(self, shown: str) -> bool:
+        """Return whether a variable or an expansion such as ``$(cat flags)`` may have flags."""
+        name = shown[1:].partition(" ")[0]
+        return name in self._extended or name in self._with_flags or bool(_FLAGS_BY_NAME.search(shown))
 
     def run(self, text: str) -> None:
         """Read the commands of a script."""
         self._charge(text, at_least=2**13)  # so that scripts within scripts end
-        lexer, open_blocks = _Lexer(text, self._origin), len(self._blocks)
+        lexer, open_blocks = Lexer(text, self._origin, self._line), len(self._blocks)
         command: list[_Word] = []
-        before = ""
+        before, begin = "", 0
         for token in lexer.tokens():
             if isinstance(token, _Word):
+                if not command:
+                    self._line, begin = lexer.line, lexer.begin
                 command.append(token)
                 continue
-            if token == "\n" and not command and before not in _ENDS:  # a && or | goes on in the next line
+            if token == "\n" and not command and before in _CONTINUED:
                 continue
             rest = self._without_keywords(command, lexer)
-            certain = not self._blocks and before in _ENDS and token in _ENDS
+            certain = not self._blocks and before not in _CONTINUED and token in _ENDS
             if token == "(":
                 if len(rest) > 1:  # one word is the name of a function
                     lexer.refuse("unexpected (")
                 self._blocks.append(")")
             elif token != ")" or self._blocks[-1:] != ["esac"]:  # otherwise the words are a pattern of a case
-                if rest and (flag := rest[0].literal).startswith("--") and self._blocks[-1:] != ["esac"]:
-                    lexer.refuse(f"{flag} begins a command; end the line before with a backslash")
+                first = "" if not rest or rest[0].assignment else " ".join(self.fields(rest[:1]))
+                if first.startswith("--") and self._blocks[-1:] != ["esac"]:
+                    comment = text[:begin].rstrip().rpartition("\n")[2].lstrip().startswith("#")
+                    advice = "remove the comment above" if comment else "end the line before with a backslash"
+                    lexer.refuse(f"{re.split('[^-A-Za-z0-9_]', first)[0]} begins a command; {advice}", begin)
                 self._execute(rest, certain)
                 if token == ")" and (not self._blocks or self._blocks.pop() != ")"):
                     lexer.refuse("unexpected )")
@@ -332,7 +315,7 @@ class _Script:
         if len(self._blocks) != open_blocks:
             lexer.refuse(f"{self._blocks[-1]} is missing")
 
-    def _without_keywords(self, words: list[_Word], lexer: _Lexer) -> list[_Word]:
+    def _without_keywords(self, words: list[_Word], lexer: Lexer) -> list[_Word]:
         """Open and close blocks, and return the words after keywords."""
         for place, word in enumerate(words):
             keyword, before = word.literal, words[place - 1].literal if place else ""
@@ -351,71 +334,91 @@ class _Script:
 
     def _execute(self, words: list[_Word], certain: bool) -> None:
         """Record what a command assigns, or its arguments if it trains. ``certain``: whether it runs in any case."""
-        command = list(dropwhile(lambda word: word.assignment, words))
-        program = command[0].literal if command else ""
+        command = list(dropwhile(lambda word: word.assignment or word.text in {"command", "builtin"}, words))
+        program = command[0].text if command else ""
         if program in _DECLARATIONS or not command:
-            plain = all(word.assignment or word.literal.isidentifier() for word in words)  # no option
+            plain = all(word.assignment or re.fullmatch(r"-[arxg]+|[A-Za-z_]\w*", word.text) for word in words)
             for word in words:
                 if found := word.assignment:
                     self._assign(found, word, certain and plain)
-            return
-        self._runs = True
-        if program in _SETTERS:
-            self._change([word for word in command if program == "let" or word.literal.isidentifier()])
-        elif program in {"source", "."}:
-            self._unknown |= self._values.keys()
-        elif program not in {"echo", "[["}:
+                elif not re.fullmatch(r"[-+]\w*|\w+", word.text):
+                    self._change_all()
+        elif program in _SETTERS:
+            if program != "printf" or any(word.text.startswith("-v") for word in command[1:2]):
+                self._change(command[1:])
+        elif program in _NEUTRAL:
+            self._used.update(piece.name for word in command for piece in word.pieces)
+            if program in {"source", "."}:
+                self._change_all()
+        else:
+            self._runs = True
             self._run_program(self.fields(command))
 
     def _run_program(self, words: list[str]) -> None:
         """Read the script after ``eval`` or ``bash -c``, or record the arguments of a command that trains."""
-        names = [_name(word[2:].partition("=")[0]) for word in words if word.startswith("--")]
         if words[:1] == ["eval"]:
             self.run(" ".join(words[1:]))
             if any("\0" in word for word in words):
-                self._unknown |= self._values.keys()
-        elif "num-layers" in names:
-            self._trainings.append(None if self._blocks else _after_program(words))
+                self._change_all()
+        elif any(map(_LAYERS.match, words)):
+            self._trainings.append(None if self._blocks else words)
         elif any(word.rpartition("/")[2] in {"bash", "sh"} for word in words):
             for option, inside in pairwise(words):
                 if re.fullmatch(r"-\w*c", option):
                     values = self._values.copy()
                     self.run(inside)
                     self._values = values
+        elif any(word.endswith(".py") for word in words):
+            unknown = (each for word in words if ONLY_UNKNOWN.fullmatch(word) for each in unknown_in(word))
+            self._hidden.update(dict.fromkeys(unknown))
 
     def _assign(self, assigned: re.Match[str], word: _Word, certain: bool) -> None:
         """Set a variable or, if the assignment is not certain, record that it may be changed or extended."""
         name, index, append, first = assigned.groups()
-        is_array = word.elements is not None
+        is_array, before = word.elements is not None, self._values.get(name)
+        if not certain and not index:
+            self._values[name] = [_KEPT]
         words = word.elements or [_Word([] if is_array else [_Piece(first, quoted=True), *word.pieces[1:]])]
+        old = self._elements(_Piece(name=name, every=True)) if append else []
+        added = self.fields(words) if is_array else [self._text(words[0].pieces)]
+        text = ["".join([*old[:1], *added]), *self._values.get(name, [])[1:]]  # of an array, the first element
+        value = [*old, *added] if is_array else text
+        found = " ".join(value).split()
+        if any(each.startswith("-") for each in found):
+            self._with_flags.add(name)
         if certain and not index:
-            old = self._elements(_Piece(name=name, every=True)) if append else []
-            added = self.fields(words) if is_array else [self._text(words[0].pieces)]
-            text = ["".join([*old[:1], *added]), *self._values.get(name, [])[1:]]  # of an array, the first element
-            self._values[name] = [*old, *added] if is_array else text
+            self._values[name] = value
             return
-        texts = [
-            "".join("\0" if piece.name == name else "$" if piece.name else piece.text for piece in each.pieces)
-            for each in words
-        ]
-        shape = ("\0 " if is_array else "\0") * bool(append) + " ".join(texts)
-        keeps = re.search(r"(?:^|\s)\0(?:\s|$)", shape) and not index
-        (self._extended if keeps else self._unknown).add(name)
+        if before is not None:
+            self._values[name] = before
+        else:
+            self._values.pop(name, None)
+        (self._extended if _KEPT in found and not index else self._unknown).setdefault(name, self._line)
 
     def _change(self, words: list[_Word]) -> None:
-        """Make all variables unknown that these words name."""
-        self._unknown.update(name for word in words for piece in word.pieces for name in _NAME.findall(piece.text))
+        """Make all variables unknown that these words name: all, if a word begins with a variable."""
+        for piece in (piece for word in words for piece in word.pieces):
+            names = [name for found in _CHANGED.findall(piece.text) for name in found if name]
+            self._unknown.update((name, self._line) for name in names if name not in self._unknown)
+        if any(word.pieces and (word.pieces[0].name or "\0" in word.pieces[0].text) for word in words):
+            self._change_all()
+
+    def _change_all(self) -> None:
+        self._unknown = dict.fromkeys(self._values, self._line) | self._unknown
 
     def _elements(self, piece: _Piece) -> list[str]:
         """Return the elements of an array, or the text of another variable or of a piece without one."""
-        name, unknown, found = piece.name, f"\0${piece.name}\0", self._values.get(piece.name)
-        if not name:
+        if not (name := piece.name):
             return [piece.text]
+        found, line = self._values.get(name), self._unknown.get(name, self._extended.get(name))
+        unknown = f"\0${name}\1(line\1{line}\1may\1change\1it)\0" if line else f"\0${name}\0"
         if name in self._unknown or (found is None and (piece.default is None or name in self._extended)):
             return [unknown]
         if found is None or (piece.default is not None and not any(found)):
             if found is None:
                 self.defaults[f"${name}"] = None
+                if not self._use_defaults:
+                    return [unknown]
             default = re.sub("[\"']", "", piece.default or "")
             return [re.sub(r"\$(\w+)", lambda each: self._text([_Piece(name=each[1])]), default)]
         found = found if piece.every else found[:1]
@@ -431,7 +434,7 @@ class _Script:
 
     def fields(self, words: list[_Word]) -> list[str]:
         """Return the words that a command gets for ``words``. Values that are not in quotes are split at spaces."""
-        found: list[str] = []
+        found: list[list[str]] = []  # parts of each
         for word in words:
             joined = False  # whether the next text belongs to the last field
             for piece in word.pieces:
@@ -440,10 +443,10 @@ class _Script:
                     self._charge(text)
                     parts = text.split() if splits else [text]
                     if joined and parts and not number and not (splits and text[0].isspace()):
-                        found[-1] += parts.pop(0)
-                    found += parts
+                        found[-1].append(parts.pop(0))
+                    found += [[part] for part in parts]
                     joined = not (splits and text[-1:].isspace()) if text or not splits else joined
-        return found
+        return ["".join(parts) for parts in found]
 
     def _charge(self, text: str, at_least: int = 1) -> None:
         self._read += max(len(text), at_least)
