@@ -186,11 +186,12 @@ def test_a_run_does_not_train_before_its_first_checkpoint_is_saved(
     def fails(*_: Any) -> None:
         raise checkpoint.NotSaved("no space left")
 
-    run, short = RunFolder(tmp_path / "run"), recipe.replace({"data.tokens": 1_024})
+    run, short, told = RunFolder(tmp_path / "run"), recipe.replace({"data.tokens": 1_024}), list[str]()
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_checkpoint", fails)
         with pytest.raises(InputError, match="checkpoint not saved: no space left; correct this"):
-            train(short, tokens, run.path)
+            train(short, tokens, run.path, on_event=lambda event, values: told.append(event))
+    assert told == ["start"]  # no word that the run continues
     assert not run.metrics()
     assert train(short, tokens, run.path).finished
 
@@ -709,12 +710,12 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
 
     def on_step(step: Step) -> None:
         if step.step == 20:
-            with pytest.raises(InputError, match=f"is a link to the checkpoints of {first.path}, which"):
+            with pytest.raises(InputError, match=f"is a link to the checkpoints of {first.path};"):
                 train(other, tokens, second.path)
             # As if both had begun at once.
             (elsewhere / ".run").write_text(f"{second.path}\n{second.path.stat().st_ino}")
 
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of {second.path}, which"):
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of {second.path};"):
         train(recipe, tokens, first.path, on_step=on_step)
 
 
@@ -919,7 +920,7 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     shutil.copytree(run.path, copy.path, symlinks=True)
     before = files(elsewhere)
     for rewind in (None, ManualRewind(9_216)):
-        with pytest.raises(InputError, match=f"is a link to the checkpoints of {run.path}, which may"):
+        with refused(f"is a link to the checkpoints of {run.path}; if no", f"if {copy.path} is a copy of another"):
             train(recipe, tokens, copy.path, rewind=rewind)
     assert files(elsewhere) == before
     copy.checkpoints.unlink()
@@ -927,10 +928,73 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     assert train(recipe, tokens, copy.path, rewind=ManualRewind(9_216)).finished
     assert files(elsewhere) == before
     moved = run.path.rename(tmp_path / "moved")
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of {run.path}, which may"):
+    with pytest.raises(InputError, match=rf"{run.path}, which may have been moved; if no .* type: echo > \S*$"):
         train(recipe, tokens, moved, rewind=ManualRewind(9_216))
     (elsewhere / ".run").write_text("\n")  # as the message says
     assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
+
+
+def test_a_link_to_checkpoints_of_an_unknown_run_is_not_rewound(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    """The checkpoints were moved with ``mv run/checkpoints/* elsewhere``, which leaves .run behind."""
+    elsewhere, copy, lower = tmp_path / "elsewhere", tmp_path / "copy", recipe.replace({"hyperparameters.lr": 0.002})
+    run.checkpoints.rename(elsewhere)
+    (elsewhere / ".run").unlink()
+    run.checkpoints.symlink_to(elsewhere)
+    shutil.copytree(run.path, copy, symlinks=True)
+    before = files(elsewhere)
+    with refused("is a link to checkpoints without .run, the file that names their run; if no other run or study"):
+        train(lower, tokens, copy, rewind=ManualRewind(6_144))
+    assert files(elsewhere) == before
+    (elsewhere / ".run").write_text("\n")  # as the message says
+    train(lower, tokens, copy, rewind=ManualRewind(6_144), stop=lambda: True)
+    assert files(elsewhere) != before
+
+
+def test_checkpoints_whose_disk_was_full_at_the_start_are_not_saved_in_the_place_of_a_folder_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = RunFolder(tmp_path)
+    RunFolder(tmp_path).claim_checkpoints()
+    monkeypatch.setattr(storage, "write", full)
+    (run.checkpoints / ".run").write_bytes(os.fsencode(tmp_path / "before") + b"\n")
+    run.claim_checkpoints()
+    assert (run.checkpoints / ".run").exists()
+    run.require_claimed()
+    run.checkpoints.rename(tmp_path / "away")
+    run.checkpoints.symlink_to("/proc")  # another disk
+    with pytest.raises(OSError, match="mount the disk of this folder again"):
+        run.require_claimed()
+
+
+def test_a_link_to_missing_checkpoints_is_named(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    shutil.rmtree(run.checkpoints)
+    for path in (run.events_file, run.metrics_file, run.plan_file):
+        path.unlink()
+    run.checkpoints.symlink_to(tmp_path / "missing")
+    before = files(run.path)
+    with refused(f"{run.checkpoints} is a link to {tmp_path / 'missing'}, which is missing (is its disk mounted?)"):
+        train(recipe, tokens, run.path)
+    assert files(run.path) == before
+
+
+def test_a_lock_file_that_is_removed_is_made_again(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+
+    def on_step(step: Step) -> None:
+        if step.step == 3:
+            (run.path / ".lock").unlink()
+        if step.step == 5:
+            with pytest.raises(InputError, match="is in use by another process"), RunFolder(run.path).locked():
+                pass
+
+    assert train(recipe.replace({"data.tokens": 2_048}), tokens, run.path, on_step=on_step).finished
 
 
 @pytest.mark.parametrize(("tokens_to", "lr"), [(8_192, 0.002), (9_216, 0.002), (9_216, 0.01)])

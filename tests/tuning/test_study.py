@@ -327,9 +327,9 @@ def test_a_copy_with_a_link_to_checkpoints_leaves_those_of_the_original(
     (folder / "checkpoints").symlink_to(tmp_path / "scratch")
     assert attempt() == []
     shutil.copytree(folder, copy, symlinks=True)
-    with refused(f"is a link to the checkpoints of {folder}, which may have been moved", "put a folder in place of"):
+    with refused(f"is a link to the checkpoints of {folder}; if no other run", f"if {copy} is a copy of another"):
         StudyFolder(copy, "").claim_checkpoints()
-    with refused(f"is a link to the checkpoints of {folder}, which may have been moved"):
+    with refused(f"is a link to the checkpoints of {folder}; if no other run"):
         StudyFolder(copy, "").remove_checkpoints([])
     (copy / "checkpoints").unlink()  # as the message says
     shutil.copytree(tmp_path / "scratch", copy / "checkpoints")

@@ -69,6 +69,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         return
     for file in (run.events_file, run.metrics_file):
         storage.require_plain_file(file)
+    storage.require_target(run.checkpoints, "bring it back, or put a folder in place of the link")
     begun = run.recipe()
     if changes := changes_of(begun, recipe):
         possible = all(changeable(path) for path, _, _ in changes)
