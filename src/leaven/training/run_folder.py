@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -252,14 +252,16 @@ class RunFolder:
         if not self.checkpoints.is_symlink() or not (owner or unknown) or owner == str(self.path.resolve()):
             return
         folder, link = shlex.quote(str(self.checkpoints.resolve())), shlex.quote(str(self.checkpoints))
-        whose = f"the checkpoints of {owner}" if owner else f"checkpoints without {OWNER}, the file that names their run"
+        whose = f"checkpoints without {OWNER}, the file that names their run"
+        if owner:
+            whose = f"the checkpoints of {owner}"
         unused = f"if no other run or study uses these checkpoints, type: echo > {folder}/{OWNER}"
         if owner and not os.path.exists(owner):
             raise InputError(f"{self.checkpoints} is a link to {whose}, which may have been moved; {unused}")
         raise InputError(
-            f"{self.checkpoints} is a link to {whose}; {unused}; if {self.path} is a copy of another folder, copy its "
-            f"checkpoints with: rm {link} && cp -r {folder} {link}; if not, make an empty folder with: rm {link} && "
-            f"mkdir {link}"
+            f"{self.checkpoints} is a link to {whose}; {unused}; if {self.path} is a copy of another folder, copy "
+            f"the checkpoints with: rm {link} && cp -r {folder} {link}; if not, make an empty folder with: "
+            f"rm {link} && mkdir {link}"
         )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
@@ -308,9 +310,17 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines."""
+        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines.
+
+        A run writes its steps in order, so a line is left out if its step is larger than that of the line after it.
+        """
         read = _read(self.metrics_file)
-        by_step = {line["step"]: line for line in read.documents if isinstance(line.get("step"), int)}
+        lines = [line for line in read.documents if isinstance(line.get("step"), int)]
+        by_step = {
+            line["step"]: line
+            for line, after in pairwise([*lines, {"step": math.inf}])
+            if line["step"] <= after["step"]
+        }
         return replace(read, documents=[by_step[step] for step in sorted(by_step)], numbers=[])
 
     def events(self) -> list[dict[str, Any]]:
@@ -380,11 +390,15 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def newest_document(run: RunFolder) -> dict[str, Any]:
-    """Return the content of the newest undamaged state.json among the checkpoints, or {}."""
+def newest_document(run: RunFolder, last_return: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the content of the newest undamaged state.json among the checkpoints, or {}. With ``last_return``, the
+    event of the last rewind, leave out checkpoints that this rewind or an earlier one has undone."""
     for path in reversed(checkpoints(run.checkpoints)):
         with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
-            return read_state(path)
+            state = read_state(path)
+            rewinds = [*last_return["earlier_rewinds"], last_return] if last_return else []
+            if all(tokens_of(path) <= rewind["to_tokens"] for rewind in rewinds[len(state["rewinds"]) :]):
+                return state
     return {}
 
 
