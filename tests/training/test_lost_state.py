@@ -186,11 +186,12 @@ def test_a_run_does_not_train_before_its_first_checkpoint_is_saved(
     def fails(*_: Any) -> None:
         raise checkpoint.NotSaved("no space left")
 
-    run, short = RunFolder(tmp_path / "run"), recipe.replace({"data.tokens": 1_024})
+    run, short, told = RunFolder(tmp_path / "run"), recipe.replace({"data.tokens": 1_024}), list[str]()
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_checkpoint", fails)
         with pytest.raises(InputError, match="checkpoint not saved: no space left; correct this"):
-            train(short, tokens, run.path)
+            train(short, tokens, run.path, on_event=lambda event, values: told.append(event))
+    assert told == ["start"]  # no word that the run continues
     assert not run.metrics()
     assert train(short, tokens, run.path).finished
 
@@ -355,7 +356,7 @@ def test_lines_are_on_the_disk_before_the_checkpoint_that_needs_no_repeat(
 def test_lines_that_are_lost_while_a_run_trains_are_named(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, name: str, older: bool
 ) -> None:
-    """At step 5, the file is removed or replaced by an older copy. The report and the next command say so."""
+    """At step 5, the file is removed or replaced by an old copy. The command, the next one and the report say so."""
     run, short, told = RunFolder(tmp_path / "run"), recipe.replace({"data.tokens": 3_072}), list[str]()
 
     def on_step(step: Step) -> None:
@@ -369,13 +370,14 @@ def test_lines_that_are_lost_while_a_run_trains_are_named(
     def on_event(event: str, values: dict[str, Any]) -> None:
         if "changed" in event:
             assert values["file"] == name
-            assert re.fullmatch(r"it had \d+ lines and now has \d+", values["why"])
+            assert re.fullmatch(r"\d+ lines instead of \d+", values["why"])
             told.append(f"{event} {values['tokens']}")
 
-    assert train(short, tokens, run.path, on_step=on_step).finished
+    assert train(short, tokens, run.path, on_step=on_step, on_event=on_event).finished
+    assert told == ["finished_file_changed 3072"]
     assert name in next(faults(run))
     assert train(short, tokens, run.path, on_event=on_event).finished
-    assert told == ["finished_file_changed 3072"]
+    assert told == ["finished_file_changed 3072"] * 2
 
 
 def test_lines_that_a_crash_and_a_disk_have_touched_are_not_lost(
@@ -413,7 +415,7 @@ def test_a_call_in_python_warns_of_what_is_lost_and_of_nothing_else(
         train(recipe, tokens, run.path)
     changed, missing = (str(each.message) for each in seen)
     assert changed.startswith(f"{run.path}: metrics.jsonl is not as the run wrote it up to ")
-    assert changed.endswith("lines and now has 23; the run continues")
+    assert changed.endswith(": 23 lines instead of 24; the run continues")
     assert missing == f"{run.path}: checkpoint {newest.name} is missing; the steps up to it are trained again"
     assert {each.filename for each in seen} == {__file__}
     with warnings.catch_warnings(action="error"):
@@ -576,7 +578,7 @@ def test_lost_events_are_reported_and_the_text_is_still_known(
         train(recipe, replace(tokens, fingerprint="other"), run.path)
     train(recipe, tokens, run.path)
     (event,) = [event for event in run.events() if event["event"] == "file_changed"]
-    assert (event["file"], event["why"]) == ("events.jsonl", "its lines are missing")
+    assert (event["file"], event["why"].split(" of ")[0]) == ("events.jsonl", "0 lines instead")
     assert losses(run.path) == expected
 
 
@@ -588,8 +590,8 @@ def changed_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda lines: lines[:3], r"it had \d+ lines and now has 3"),
-        (lambda lines: lines[:1] + lines[4:], r"it had \d+ lines and now has \d+"),
+        (lambda lines: lines[:3], r"3 lines instead of \d+"),
+        (lambda lines: lines[:1] + lines[4:], r"\d+ lines instead of \d+"),
         (changed_time, r"its first \d+ lines have been changed"),
     ],
 )
@@ -709,12 +711,12 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
 
     def on_step(step: Step) -> None:
         if step.step == 20:
-            with pytest.raises(InputError, match=f"is a link to the checkpoints of {first.path}, which"):
+            with pytest.raises(InputError, match=f"is a link to the checkpoints of {first.path};"):
                 train(other, tokens, second.path)
             # As if both had begun at once.
             (elsewhere / ".run").write_text(f"{second.path}\n{second.path.stat().st_ino}")
 
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of {second.path}, which"):
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of {second.path};"):
         train(recipe, tokens, first.path, on_step=on_step)
 
 
@@ -919,7 +921,7 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     shutil.copytree(run.path, copy.path, symlinks=True)
     before = files(elsewhere)
     for rewind in (None, ManualRewind(9_216)):
-        with pytest.raises(InputError, match=f"is a link to the checkpoints of {run.path}, which may"):
+        with refused(f"is a link to the checkpoints of {run.path}; if no", f"if {copy.path} is a copy of another"):
             train(recipe, tokens, copy.path, rewind=rewind)
     assert files(elsewhere) == before
     copy.checkpoints.unlink()
@@ -927,10 +929,73 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     assert train(recipe, tokens, copy.path, rewind=ManualRewind(9_216)).finished
     assert files(elsewhere) == before
     moved = run.path.rename(tmp_path / "moved")
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of {run.path}, which may"):
+    with pytest.raises(InputError, match=rf"{run.path}, which may have been moved; if no .* type: echo > \S*$"):
         train(recipe, tokens, moved, rewind=ManualRewind(9_216))
     (elsewhere / ".run").write_text("\n")  # as the message says
     assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
+
+
+def test_a_link_to_checkpoints_of_an_unknown_run_is_not_rewound(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    """The checkpoints were moved with ``mv run/checkpoints/* elsewhere``, which leaves .run behind."""
+    elsewhere, copy, lower = tmp_path / "elsewhere", tmp_path / "copy", recipe.replace({"hyperparameters.lr": 0.002})
+    run.checkpoints.rename(elsewhere)
+    (elsewhere / ".run").unlink()
+    run.checkpoints.symlink_to(elsewhere)
+    shutil.copytree(run.path, copy, symlinks=True)
+    before = files(elsewhere)
+    with refused("is a link to checkpoints without .run, the file that names their run; if no other run or study"):
+        train(lower, tokens, copy, rewind=ManualRewind(6_144))
+    assert files(elsewhere) == before
+    (elsewhere / ".run").write_text("\n")  # as the message says
+    train(lower, tokens, copy, rewind=ManualRewind(6_144), stop=lambda: True)
+    assert files(elsewhere) != before
+
+
+def test_checkpoints_whose_disk_was_full_at_the_start_are_not_saved_in_the_place_of_a_folder_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = RunFolder(tmp_path)
+    RunFolder(tmp_path).claim_checkpoints()
+    monkeypatch.setattr(storage, "write", full)
+    (run.checkpoints / ".run").write_bytes(os.fsencode(tmp_path / "before") + b"\n")
+    run.claim_checkpoints()
+    assert (run.checkpoints / ".run").exists()
+    run.require_claimed()
+    run.checkpoints.rename(tmp_path / "away")
+    run.checkpoints.symlink_to("/proc")  # another disk
+    with pytest.raises(OSError, match="mount the disk of this folder again"):
+        run.require_claimed()
+
+
+def test_a_link_to_missing_checkpoints_is_named(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    shutil.rmtree(run.checkpoints)
+    for path in (run.events_file, run.metrics_file, run.plan_file):
+        path.unlink()
+    run.checkpoints.symlink_to(tmp_path / "missing")
+    before = files(run.path)
+    with refused(f"{run.checkpoints} is a link to {tmp_path / 'missing'}, which is missing (is its disk mounted?)"):
+        train(recipe, tokens, run.path)
+    assert files(run.path) == before
+
+
+def test_a_lock_file_that_is_removed_is_made_again(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+
+    def on_step(step: Step) -> None:
+        if step.step == 3:
+            (run.path / ".lock").unlink()
+        if step.step == 5:
+            with pytest.raises(InputError, match="is in use by another process"), RunFolder(run.path).locked():
+                pass
+
+    assert train(recipe.replace({"data.tokens": 2_048}), tokens, run.path, on_step=on_step).finished
 
 
 @pytest.mark.parametrize(("tokens_to", "lr"), [(8_192, 0.002), (9_216, 0.002), (9_216, 0.01)])
@@ -963,9 +1028,9 @@ def test_a_finish_beside_the_checkpoints_of_a_rewound_copy_is_named(
     told: list[str] = []
     train(recipe, tokens, run.path, on_event=lambda event, values: told.append(f"{event} {values['file']}"))
     assert told == ["finished_file_changed events.jsonl"]
-    assert "events.jsonl is not as it was when the run finished: it had" in read_run(run.path).gaps
+    assert "events.jsonl is not as it was when the run finished: " in read_run(run.path).gaps
     loaded = load_run(run.path)
-    assert "events.jsonl is not as it was when the run finished: it had" in str(loaded.changed)
+    assert "events.jsonl is not as it was when the run finished: " in str(loaded.changed)
     assert not loaded.events
 
 
@@ -981,9 +1046,10 @@ def test_the_finish_of_another_run_does_not_end_a_run(
 @pytest.mark.parametrize(
     ("name", "change", "why"),
     [
-        ("metrics.jsonl", lambda lines: lines[:-4], "it had 40 lines and now has 36"),
-        ("metrics.jsonl", lambda lines: [], "its lines are missing"),
-        ("events.jsonl", lambda lines: lines[-1:], r"it had \d+ lines and now has 1"),
+        ("metrics.jsonl", lambda lines: lines[:-4], "36 lines instead of 40"),
+        ("metrics.jsonl", lambda lines: [], "0 lines instead of 40"),
+        ("metrics.jsonl", lambda lines: [*lines, lines[-1] | {"loss": 1.0}], "41 lines instead of 40"),
+        ("events.jsonl", lambda lines: lines[-1:], r"1 lines instead of \d+"),
     ],
 )
 def test_files_that_were_changed_after_the_end_of_a_run_are_reported(
@@ -1032,10 +1098,10 @@ def changed_loss(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 HARM: list[tuple[Change | None, str]] = [
-    (lambda lines: lines[:9], "it had {step} lines and now has 9"),
-    (lambda lines: lines[:3] + lines[5:7] + lines[8:], "it had {step} lines and now has {left}"),
-    (lambda lines: [], "its lines are missing"),
-    (None, "its lines are missing"),  # no file
+    (lambda lines: lines[:9], "9 lines instead of {step}"),
+    (lambda lines: lines[:3] + lines[5:7] + lines[8:], "{left} lines instead of {step}"),
+    (lambda lines: [], "0 lines instead of {step}"),
+    (None, "0 lines instead of {step}"),  # no file
     (changed_step, "its first {step} lines have been changed"),
     (lower_step, "its first {step} lines have been changed"),
     (changed_loss, "its first {step} lines have been changed"),
@@ -1065,18 +1131,17 @@ def test_metrics_that_were_changed_are_reported_once(
     assert (event["step"], event["tokens"]) == (step, 256 * step)
     there = {line["step"]: line["loss"] for line in run.metrics()}
     # No other line is removed: all earlier steps are still there, and the steps after the checkpoint.
-    assert there.keys() == {*intact, *range(step + 1, 41)} - ({step} if change is lower_step else set()) | (
-        {97} if change is changed_step else set()
-    )
+    assert there.keys() == {*intact, *range(step + 1, 41)}
+    assert run.metrics()[-1]["step"] == 40
     assert all(there[number] == loss for number, loss in enumerate(expected, 1) if number > step)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "why"),
     [
-        ("metrics.jsonl", lambda lines: lines[:3] + lines[6:], r"it had \d+ lines and now has \d+"),
+        ("metrics.jsonl", lambda lines: lines[:3] + lines[6:], r"\d+ lines instead of \d+"),
         ("metrics.jsonl", changed_loss, r"its first \d+ lines have been changed"),
-        ("events.jsonl", lambda lines: lines[:3], r"it had \d+ lines and now has 3"),
+        ("events.jsonl", lambda lines: lines[:3], r"3 lines instead of \d+"),
     ],
 )
 def test_lines_that_were_lost_before_a_resume_are_a_fault_of_the_finished_run(
@@ -1086,15 +1151,39 @@ def test_lines_that_were_lost_before_a_resume_are_a_fault_of_the_finished_run(
     rewrite(run.path / name, change)
     assert train(recipe, tokens, run.path).finished
     (fault,) = faults(run)
-    assert re.fullmatch(f"{run.path / name} is not as the run wrote it: {why}", fault)
+    assert re.fullmatch(f"{run.path / name} is not as the run wrote it: {why} \\(found at .* k tokens\\)", fault)
     assert read_run(run.path).gaps == load_run(run.path).changed == fault
+
+
+@pytest.mark.parametrize("diverged", [False, True])
+def test_missing_steps_that_no_digest_covers_are_named(run: RunFolder, diverged: bool) -> None:
+    if diverged:  # it has trained beyond its newest checkpoint
+        shutil.rmtree(checkpoints(run.checkpoints)[-1])
+    else:
+        shutil.rmtree(run.checkpoints)
+    assert not list(faults(run))
+    gap = run.metrics()[-1]["step"] - 1
+    rewrite(run.metrics_file, lambda lines: [line for line in lines if line["step"] != gap])
+    assert list(faults(run)) == [f"{run.metrics_file} is not as the run wrote it: step {gap} is missing"]
+
+
+def test_an_undone_checkpoint_that_a_backup_restores_is_no_fault(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    newest = checkpoints(run.checkpoints)[-1]
+    back = ManualRewind(5_120, 512)
+    shutil.copytree(newest, tmp_path / newest.name)
+    train(recipe, tokens, run.path, rewind=back, stop=lambda: 24 <= run.metrics()[-1]["step"] < 28)
+    shutil.copytree(tmp_path / newest.name, newest)
+    assert tokens_of(checkpoints(run.checkpoints)[-2]) < tokens_of(newest)
+    assert not list(faults(run))
 
 
 def test_missing_steps_that_a_rewind_repeats_are_no_fault(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     back, step = tokens_of(checkpoints(run.checkpoints)[-2]), run.metrics()[-1]["step"]
     rewrite(run.metrics_file, lambda lines: [line for line in lines if line["tokens"] != back + 256])
     assert not train(recipe, tokens, run.path, stop=lambda: True).finished
-    assert [fault.rpartition(": ")[2] for fault in faults(run)] == [f"it had {step} lines and now has {step - 1}"]
+    assert [fault.rpartition(": ")[2] for fault in faults(run)] == [f"{step - 1} lines instead of {step}"]
     assert train(recipe, tokens, run.path, rewind=ManualRewind(back)).finished
     assert not list(faults(run))
 
@@ -1115,7 +1204,7 @@ def test_changed_values_that_a_rewind_repeats_are_no_fault(
     assert "lines have been changed" in next(faults(run))
     assert train(recipe, tokens, run.path, rewind=ManualRewind(256 * step)).finished
     found = [fault.rpartition(": ")[2] for fault in faults(run)]
-    assert found == ([] if step == 20 else ["its first 24 lines have been changed"])
+    assert found == ([] if step == 20 else ["its first 24 lines have been changed (found at 6.14 k tokens)"])
 
 
 def test_lines_after_the_checkpoint_are_dropped_without_a_word(

@@ -3,6 +3,7 @@ compares two times."""
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ def test_the_start_with_more_steps_is_kept(tiny: Recipe, tokens: TokenSet, tmp_p
     assert [each.steps for each in history()] == [14 - WARM_UP]  # three are too few
 
 
+def test_rows_of_another_run_are_dropped(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    other, run = tmp_path / "other", tmp_path / "run"
+    train(tiny.replace({"batch.micro_batch": 2}), tokens, other)
+    train(tiny, tokens, run, stop=lambda: seen(run) >= 4)
+    shutil.copy(other / "plan.json", run)
+    train(tiny, tokens, run)
+    assert [row["micro_batch"] for row in rows(run)] == [8]
+
+
 def test_each_batch_size_of_a_ramp_has_a_row(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
     recipe = tiny.replace(
         {"batch.ramp": dict(start_tokens=64, increment_tokens=96, over_tokens=1_280), "batch.micro_batch": 2}
@@ -102,7 +112,9 @@ def test_errors_of_the_profile_do_not_stop_a_run(
     assert row["measured"]["step_seconds"] > 0
     for damaged in ("", "{", "[]", '{"rows": 3}', '{"rows": [{"by": "run"}]}'):
         (folder / "plan.json").write_text(damaged)
-        assert RunProfile(RunFolder(folder), Training(tiny, tokens), 0, True)._before == []
+        run = RunFolder(folder)
+        run.identity = "started"
+        assert len(RunProfile(run, Training(tiny, tokens), 0, True).write()) == len(rows(folder)) == 1
     (folder / "plan.json").unlink()
     (folder / "plan.json").mkdir()
     assert train(tiny, tokens, folder).finished

@@ -38,7 +38,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import device
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.load import export_run, load_run
-from leaven.training.run_folder import tokens_of
+from leaven.training.run_folder import RunFolder, tokens_of
 from leaven.training.trainer import train
 from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.command import command_space
@@ -327,13 +327,13 @@ def test_a_copy_with_a_link_to_checkpoints_leaves_those_of_the_original(
     (folder / "checkpoints").symlink_to(tmp_path / "scratch")
     assert attempt() == []
     shutil.copytree(folder, copy, symlinks=True)
-    with refused(f"is a link to the checkpoints of {folder}, which may have been moved", "put a folder in place of"):
-        StudyFolder(copy, "").claim_checkpoints()
-    with refused(f"is a link to the checkpoints of {folder}, which may have been moved"):
+    with refused(f"is a link to the checkpoints of {folder}; if no other run", f"if {copy} is a copy of another"):
+        RunFolder(copy).claim_checkpoints()
+    with refused(f"is a link to the checkpoints of {folder}; if no other run"):
         StudyFolder(copy, "").remove_checkpoints([])
     (copy / "checkpoints").unlink()  # as the message says
     shutil.copytree(tmp_path / "scratch", copy / "checkpoints")
-    StudyFolder(copy, "").claim_checkpoints()
+    RunFolder(copy).claim_checkpoints()
     assert attempt() == []
     assert found == [[], [f"{3:024x}"]]
     shutil.rmtree(tmp_path / "scratch")  # or its disk is not mounted

@@ -122,9 +122,10 @@ class ClusterPlan:
             found.append(f"the speed of {device.name} is a guess, and therefore also {rest}")
         if chosen.time.host > _MUCH * chosen.time.step:
             better = "a larger micro-batch" if chosen.arrangement.grad_accumulation > 1 else "a stack of trials"
+            better = better if self.job.cluster.gpus == 1 else "fewer GPUs"
             found.append(
                 f"the GPU waits for the host in {chosen.time.host / chosen.time.step:.0%} of a step, because the "
-                f"kernels of so small a model are short; {better} uses the GPU better"
+                f"kernels of so small a model are short; {better} would use the time better"
             )
         if thin_pipeline(chosen.arrangement):
             pp = chosen.arrangement.layout.pp

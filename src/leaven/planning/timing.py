@@ -243,7 +243,8 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     if accelerator.name == "cpu":  # there, the host computes
         return time
     passes = 4 / 3 if layout.recompute == "full" else 1  # recomputation issues the forward pass again
-    issuing = most * (m * passes * code.host_pass + code.host_step)
+    filled = m + (p - 1) / layout.stages_per_rank  # while the pipeline fills and drains, ranks wait for the host, too
+    issuing = most * (filled * passes * code.host_pass + code.host_step)
     return replace(time, host=max(0.0, issuing - time.step))
 
 

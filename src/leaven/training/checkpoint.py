@@ -579,7 +579,8 @@ class Checkpoints(Callback):
             self.trainer.profile.write()
         else:
             self._saved_step = -1
-            self.trainer.event("checkpoint_failed", **at, why=saved.error)
+            if saved.progress.step:  # without its first checkpoint, the run ends with this error
+                self.trainer.event("checkpoint_failed", **at, why=saved.error)
         return saved.error
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -69,6 +69,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         return
     for file in (run.events_file, run.metrics_file):
         storage.require_plain_file(file)
+    storage.require_target(run.checkpoints, "bring it back, or put a folder in place of the link")
     begun = run.recipe()
     if changes := changes_of(begun, recipe):
         possible = all(changeable(path) for path, _, _ in changes)
@@ -101,12 +102,9 @@ def changed_files(run: RunFolder) -> dict[str, str]:
     or before a resume, as ``file_changed`` events say."""
     finish = finish_of(run.read_events())
     when = "as the run wrote it" if finish is None else "as it was when the run finished"
-    found = {
-        file: f"{run.path / file} is not {when}: {why}"
-        for file, why in changed_since(run, finish or newest_state(run)).items()
-    }
-    earlier = {file: f"{run.path / file} is not as the run wrote it: {why}" for file, why in _changed_before(run)}
-    return earlier | found
+    found = {file: f"{run.path / file} is not {when}: {why}" for file, why in changed_since(run, finish).items()}
+    before = [*_missing_step(run), *_changed_before(run)]
+    return {file: f"{run.path / file} is not as the run wrote it: {why}" for file, why in before} | found
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any]) -> None:
@@ -184,8 +182,9 @@ def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
 
 
 def newest_state(run: RunFolder) -> dict[str, Any]:
-    """Return the state of the callbacks in the newest undamaged checkpoint, or {} without one."""
-    state = newest_document(run).get("state")
+    """Return the state of the callbacks in the newest undamaged checkpoint that no rewind has undone, or {}."""
+    returns = [event for event in run.read_events() if event["event"] in RETURNS]
+    state = newest_document(run, returns[-1] if returns else None).get("state")
     return state if isinstance(state, dict) else {}
 
 
@@ -374,31 +373,44 @@ def _torchrun_mark() -> Path | None:
 # Changed lines
 
 
-def changed_since(run: RunFolder, since: Mapping[str, Any]) -> dict[str, str]:
+def changed_since(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str, str]:
     """Return {file or folder name: what has changed} for the files that a run wrote.
 
-    ``since`` is the run's ``finish`` event, or the state of its newest checkpoint. Both have a digest of the earlier
-    lines of metrics.jsonl and events.jsonl. Later lines are not compared. A file that cannot be read counts as
-    changed. The checkpoints of a finished run count as changed if there are some, but not the last one.
+    ``finish`` is the run's ``finish`` event. It has a digest of metrics.jsonl, and one of the earlier lines of
+    events.jsonl. Without it, the state of the newest checkpoint has digests of the earlier lines of both. A file that
+    cannot be read counts as changed. The checkpoints of a finished run count as changed if there are some, but not
+    the last one.
     """
     found: dict[str, str | None] = {}
+    state, finish = newest_state(run), finish or {}
     for file, key, document in (
-        (run.metrics_file, METRICS, since),
-        (run.events_file, EVENTS, newest_state(run)),  # another copy of the run may have been rewound
-        (run.events_file, EVENTS, since),
+        (run.metrics_file, METRICS, finish or state),
+        (run.events_file, EVENTS, state),  # another copy of the run may have been rewound
+        (run.events_file, EVENTS, finish),
     ):
         try:
-            why = changed_lines(run.lines_of(file), lines_digest(document.get(key)))
+            complete = key == METRICS and bool(finish)
+            why = changed_lines(run.lines_of(file), lines_digest(document.get(key)), complete=complete)
         except InputError as error:
             why = str(error)
         found[file.name] = why or found.get(file.name)
-    if not is_sealed(since):
+    if not is_sealed(finish):
         found[run.events_file.name] = "its finish event has been changed"
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
     # If all checkpoints are gone, the user has probably removed them.
-    if there and isinstance(since.get("tokens"), int) and since["tokens"] not in there:
-        found[run.checkpoints.name] = f"{checkpoint_name(since['tokens'])} is missing"
+    if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
+        found[run.checkpoints.name] = f"{checkpoint_name(finish['tokens'])} is missing"
     return {file: why for file, why in found.items() if why is not None}
+
+
+def _missing_step(run: RunFolder) -> Iterator[tuple[str, str]]:
+    """Yield (file name, "step 5 is missing") for the first missing step before the last one in metrics.jsonl. This
+    also finds missing lines that no digest covers."""
+    with suppress(InputError):  # changed_since reports a file that cannot be read
+        for due, line in enumerate(run.metrics(), start=1):
+            if line["step"] != due:
+                yield run.metrics_file.name, f"step {due:,} is missing"
+                return
 
 
 def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
@@ -414,7 +426,8 @@ def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
         if event["event"] in RETURNS and isinstance(to, int):
             found = [each for each in found if each[1] != run.metrics_file.name or each[0] <= to]
         if event["event"] == "file_changed" and isinstance(file, str) and isinstance(why, str):
-            found.append((at if isinstance(at, int) else -1, file, why))
+            at = at if isinstance(at, int) else -1
+            found.append((at, file, f"{why} (found at {format_quantity(at)} tokens)" if at >= 0 else why))
     return [(file, why) for _, file, why in reversed(found)]
 
 

@@ -75,7 +75,7 @@ class RunProfile(Callback):
         self._memory: dict[int, float] = {}
         self.highest_memory = 0.0  # GiB, of the process that uses the most
         self._batch_tokens = 0
-        self._before = _rows(run) if run.writes else []
+        self._before: list[CalibrationRecord] | None = None  # rows of earlier starts; None until they are read
 
     def after_step(self, step: Step) -> None:
         size = self._batch_tokens = step.batch_tokens
@@ -92,6 +92,8 @@ class RunProfile(Callback):
         """
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
+        if self._before is None:
+            self._before = _rows(self._run)
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
         records, rows = list(map(self._record, sizes)), {_key(record): record for record in self._before}
         for record in records:
@@ -176,11 +178,11 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
+    """Return the rows of plan.json. Return [] if the file is missing, damaged or of another run."""
     try:
-        return [
-            CalibrationRecord.model_validate_json(json.dumps(row))
-            for row in json.loads(storage.read(run.plan_file))["rows"]
-        ]
+        document = json.loads(storage.read(run.plan_file))
+        rows = document["rows"] if document[IDENTITY] == run.identity else []
+        return [CalibrationRecord.model_validate_json(json.dumps(row)) for row in rows]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # a ValidationError is a ValueError
         return []
 

@@ -179,6 +179,7 @@ class ManualRewind:
                 "new folder with --run"
             )
         require_run_of(run, run.recipe())
+        run.require_own_checkpoints(rewinds=True)
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:

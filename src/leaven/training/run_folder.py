@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,14 @@ class LockedFolder:
 
     def __enter__(self) -> "LockedFolder":
         storage.make_folder(self._path)
+        self._take()
+        self._there = self._path.stat()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._held.close()
+
+    def _take(self) -> None:
         try:
             self._held.enter_context(storage.lock(self._path / LOCK, seconds=0))
         except TimeoutError:
@@ -80,13 +88,9 @@ class LockedFolder:
                 f"another {self._kind}"
             ) from None
         self._lock = (self._path / LOCK).stat()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._held.close()
 
     def require(self) -> None:
-        """Raise InputError if the folder, or its lock file, was deleted, moved or replaced."""
+        """Lock the folder again if its lock file was removed. Raise InputError if the folder was deleted or moved."""
         try:
             if os.path.samestat(self._lock, (self._path / LOCK).stat()):
                 return
@@ -94,6 +98,11 @@ class LockedFolder:
             pass
         except OSError:  # the disk has a fault, so nothing is known
             return
+        with suppress(OSError):
+            if os.path.samestat(self._there, self._path.stat()):
+                self._held.close()
+                self._take()
+                return
         raise InputError(
             f"{self._kind} {self._path} was deleted or moved while it was used; bring it back (is its disk mounted?) "
             "and run the same command again, or start again with another --run"
@@ -213,8 +222,15 @@ class RunFolder:
         with suppress(OSError):  # the file is needed only to detect that another run uses the folder
             self.checkpoints.mkdir(exist_ok=True)
             self.require_own_checkpoints()
-            storage.write(self.checkpoints / OWNER, b"%b\n" % os.fsencode(self.path.resolve()))
-            self._claimed = self.checkpoints.stat().st_dev
+            self._claimed = self.checkpoints.stat().st_dev  # before the write, which fails on a full disk
+            if self._owner() != (ours := str(self.path.resolve())):
+                storage.write(self.checkpoints / OWNER, os.fsencode(ours) + b"\n")
+
+    def _owner(self) -> str | None:
+        """Return the path in the file ``OWNER``: "" if the checkpoints are free, None if it cannot be read."""
+        with suppress(OSError):
+            return os.fsdecode(storage.read(self.checkpoints / OWNER).partition(b"\n")[0])
+        return None
 
     def require_claimed(self) -> None:
         """Raise OSError if the disk with the checkpoints is not mounted."""
@@ -224,26 +240,28 @@ class RunFolder:
         if there.stat().st_dev != self._claimed:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
-    def require_own_checkpoints(self) -> None:
+    def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
         """Raise InputError if ``checkpoints`` is a link to the folder of another run or study.
 
         That is so in a copy of a run by ``cp -r``, which copies the link and not the folder. The file ``OWNER`` in
-        the folder has the path of the run or study that uses it.
+        the folder has the path of the run or study that uses it. With ``rewinds``, the caller will delete
+        checkpoints, so also refuse a link to checkpoints without this file.
         """
-        if not self.checkpoints.is_symlink():
-            return
-        try:
-            owner = os.fsdecode(storage.read(self.checkpoints / OWNER).partition(b"\n")[0])
-        except OSError:
-            return
-        if owner in {"", str(self.path.resolve())}:
+        owner = self._owner()
+        unknown = owner is None and rewinds and bool(checkpoints(self.checkpoints))
+        if not self.checkpoints.is_symlink() or not (owner or unknown) or owner == str(self.path.resolve()):
             return
         folder, link = shlex.quote(str(self.checkpoints.resolve())), shlex.quote(str(self.checkpoints))
+        whose = f"checkpoints without {OWNER}, the file that names their run"
+        if owner:
+            whose = f"the checkpoints of {owner}"
+        unused = f"if no other run or study uses these checkpoints, type: echo > {folder}/{OWNER}"
+        if owner and not os.path.exists(owner):
+            raise InputError(f"{self.checkpoints} is a link to {whose}, which may have been moved; {unused}")
         raise InputError(
-            f"{self.checkpoints} is a link to the checkpoints of {owner}, which may have been moved; if no other run "
-            f"or study uses these checkpoints, type: echo > {folder}/{OWNER}; otherwise, put a folder in place of "
-            f"the link: if {self.path} is a copy of another folder, copy the checkpoints with: rm {link} && cp -r "
-            f"{folder} {link}; if not, make an empty folder with: rm {link} && mkdir {link}"
+            f"{self.checkpoints} is a link to {whose}; {unused}; if {self.path} is a copy of another folder, copy "
+            f"the checkpoints with: rm {link} && cp -r {folder} {link}; if not, make an empty folder with: "
+            f"rm {link} && mkdir {link}"
         )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
@@ -292,9 +310,17 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines."""
+        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines.
+
+        A run writes its steps in order, so a line is left out if its step is larger than that of the line after it.
+        """
         read = _read(self.metrics_file)
-        by_step = {line["step"]: line for line in read.documents if isinstance(line.get("step"), int)}
+        lines = [line for line in read.documents if isinstance(line.get("step"), int)]
+        by_step = {
+            line["step"]: line
+            for line, after in pairwise([*lines, {"step": math.inf}])
+            if line["step"] <= after["step"]
+        }
         return replace(read, documents=[by_step[step] for step in sorted(by_step)], numbers=[])
 
     def events(self) -> list[dict[str, Any]]:
@@ -364,11 +390,15 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def newest_document(run: RunFolder) -> dict[str, Any]:
-    """Return the content of the newest undamaged state.json among the checkpoints, or {}."""
+def newest_document(run: RunFolder, last_return: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the content of the newest undamaged state.json among the checkpoints, or {}. With ``last_return``, the
+    event of the last rewind, leave out checkpoints that this rewind or an earlier one has undone."""
     for path in reversed(checkpoints(run.checkpoints)):
         with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
-            return read_state(path)
+            state = read_state(path)
+            rewinds = [*last_return["earlier_rewinds"], last_return] if last_return else []
+            if all(tokens_of(path) <= rewind["to_tokens"] for rewind in rewinds[len(state["rewinds"]) :]):
+                return state
     return {}
 
 

@@ -17,10 +17,8 @@ from leaven.errors import InputError
 from leaven.recipe.files import finite
 from leaven.training.run_folder import IDENTITY, RETURNS, RunFolder
 
-METRICS, EVENTS = (
-    "metrics",
-    "events",
-)  # keys of the digests of both files in a checkpoint's state and in the finish event
+METRICS = "metrics"  # key of the digest of metrics.jsonl in the state of a checkpoint and in the finish event
+EVENTS = "events"  # key of the digest of events.jsonl there
 
 
 @dataclass(frozen=True)
@@ -147,15 +145,16 @@ def lines_digest(document: Any) -> LinesDigest | None:
         return None
 
 
-def changed_lines(lines: Sequence[bytes], written: LinesDigest | None) -> str | None:
-    """Return how a file differs if its ``lines`` do not begin with the ``written`` lines, or None. Without
-    ``written``, nothing is compared."""
-    if written is None or _Lines(lines[: written.lines]).written() == written:
+def changed_lines(lines: Sequence[bytes], written: LinesDigest | None, *, complete: bool = False) -> str | None:
+    """Return how a file differs if its ``lines`` do not begin with the ``written`` lines, or None. If ``complete``,
+    later lines are a difference, too. Without ``written``, nothing is compared."""
+    if written is None:
         return None
-    if not lines:
-        return "its lines are missing"
-    if len(lines) < written.lines:
-        return f"it had {written.lines:,} lines and now has {len(lines):,}"
+    compared = lines if complete else lines[: written.lines]
+    if _Lines(compared).written() == written:
+        return None
+    if len(compared) != written.lines:
+        return f"{len(compared):,} lines instead of {written.lines:,}"
     return f"its first {written.lines:,} lines have been changed"
 
 

@@ -249,8 +249,7 @@ def _train(  # noqa: PLR0917
         if tokens.tokenizer_path is not None and group.is_first:
             with suppress(InputError):
                 run.keep_tokenizer(tokens.tokenizer_path)
-        for file, why in changed_since(run, finish).items():
-            on_event("finished_file_changed", {"file": file, "tokens": finish["tokens"], "why": why})
+        _report_changed_files(run, finish["tokens"], on_event)
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
     memory_before = held_memory(default_device())
     try:
@@ -428,6 +427,8 @@ class RunTrainer:
             time.sleep(SHORT_PAUSE)
             self.lines.write_waiting()
         self.lines.require_written()
+        if self.group.is_first:
+            _report_changed_files(self.run, self.training.tokens, self._on_event)
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
@@ -592,6 +593,12 @@ def check(
         return run, recipe, rewind
     require_run_of(run, recipe)
     return run, recipe, None
+
+
+def _report_changed_files(run: RunFolder, tokens: int, on_event: Callable[[str, dict[str, Any]], None]) -> None:
+    """Pass an event to ``on_event`` for each file of a finished run that is not as the run wrote it."""
+    for file, why in changed_since(run, run.finish()).items():
+        on_event("finished_file_changed", {"file": file, "tokens": tokens, "why": why})
 
 
 def _summary(

@@ -207,7 +207,7 @@ def _drawable(number: float) -> bool:
 
 def read_study(folder: Path) -> StudyView:
     path = folder / "study.json"
-    state = _document(path, StudyDocument, sealed=True)
+    state = _document(path, StudyDocument)
     if not state.trials:
         raise InputError(f"{path}: no trial has ended yet; wait for the first, or start the search with leaven tune")
     best, centre = folder / "best.toml", folder / "centre.toml"
@@ -235,17 +235,17 @@ def read_study(folder: Path) -> StudyView:
 
 def read_demo(folder: Path) -> DemoDocument:
     again = "restore it, or start the demo in another folder with --run"
-    return _document(folder / "demo.json", DemoDocument, again=again)
+    return _document(folder / "demo.json", DemoDocument, again)
 
 
 def read_check(folder: Path) -> CheckDocument:
-    return _document(folder / "check.json", CheckDocument, sealed=True)
+    return _document(folder / "check.json", CheckDocument)
 
 
-def _document(path: Path, kind: type[Kind], *, sealed: bool = False, again: str = _AGAIN) -> Kind:
-    """Return the document in a file. Raise InputError if the file is not as leaven wrote it.
+def _document(path: Path, kind: type[Kind], again: str = _AGAIN) -> Kind:
+    """Return the document in a file. Raise InputError if the file is not as leaven wrote it, or has no digest.
 
-    ``sealed``: refuse a file without a digest as well. ``again``: what to do about a refused file.
+    ``again``: what to do about a refused file.
     """
     try:
         content = storage.read(path)
@@ -256,7 +256,7 @@ def _document(path: Path, kind: type[Kind], *, sealed: bool = False, again: str 
         first = error.errors()[0]
         where = "".join(f"{key}: " for key in first["loc"])
         raise InputError(f"{path}: {where}{first['msg'][0].lower()}{first['msg'][1:]}; {again}") from None
-    if sealed and DIGEST not in json.loads(content):
+    if DIGEST not in json.loads(content):
         raise InputError(f"{path}: its digest ({DIGEST}) is missing; {again}")
     if (fault := next(_undrawable(document.model_dump(), ""), None)) is not None:
         raise InputError(f"{path}: {fault}; {again}")
