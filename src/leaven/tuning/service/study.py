@@ -221,8 +221,9 @@ class BaseStudy(ABC):
             raise lost
         return store
 
-    def _waited(self, seconds: float) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``. Raise StoreGone if the user stops."""
+    def _waited(self, seconds: float, cause: str) -> None:
+        """Tell the user that the store has been unreachable for ``seconds``, and the cause. Raise StoreGone if the user
+        stops."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -232,7 +233,7 @@ class BaseStudy(ABC):
             )
         if (now := time.monotonic()) >= self._next_note:
             self._next_note = now + NOTE_EVERY
-            self._note(f"the store has been unreachable for {seconds:.0f} s; waiting")
+            self._note(f"the store has been unreachable for {seconds:.0f} s ({cause}); waiting")
 
     def run(
         self,
