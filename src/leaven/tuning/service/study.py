@@ -260,8 +260,8 @@ class BaseStudy(ABC):
         Raises:
             StoreGone: if the store stays unreachable for 300 seconds, if the user stops the command while the store
                 is unreachable, or if results cannot be written.
-            InputError: without a budget, if the study cannot continue (such as with a wrong command), or after
-                four failed trials in a row on this machine.
+            InputError: without a budget, if the study cannot continue (such as with a wrong command), if another study
+                has replaced its folder, or after four failed trials in a row on this machine.
         """
         self._screen, self._stop = screen or NoScreen(), stop
         self._note = self._screen.note
@@ -276,7 +276,7 @@ class BaseStudy(ABC):
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
             self._trainer(devices or [None] * workers) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._ready) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._may_begin) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
@@ -289,8 +289,8 @@ class BaseStudy(ABC):
         self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.trials)
         if over:
             self._stored.study.set_user_attr(ANSWERED, True)
+        self._remove_checkpoints()
         try:
-            self._folder.remove_checkpoints(self._stored.trials)
             state = self.save()
         except InputError as error:
             raise StoreGone(
@@ -308,8 +308,16 @@ class BaseStudy(ABC):
                 f"{1.01 * self._run_flops:.3g} or more"
             )
 
-    def _save_meanwhile(self) -> None:
+    def _may_begin(self) -> bool:
+        self._folder.require_own(self._stored.random_id)
+        return self._ready()
+
+    def _remove_checkpoints(self) -> None:
+        self._folder.require_own(self._stored.random_id)
         self._folder.remove_checkpoints(self._stored.trials)
+
+    def _save_meanwhile(self) -> None:
+        self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
             return
@@ -360,7 +368,7 @@ class BaseStudy(ABC):
             return self._write()
 
     def _write(self) -> StudyDocument:
-        self._folder.require_same_study(self._folder.saved_results()[0], self._stored.random_id)
+        self._folder.require_own(self._stored.random_id)
         try:
             state = self.state()
             return write_results(self.out, self.space, state, self._note_once, self._inputs(state))
