@@ -222,8 +222,10 @@ class BaseStudy(ABC):
         return store
 
     def _waited(self, seconds: float, cause: str) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``, and the cause. Raise StoreGone if the user
-        stops."""
+        """Tell the user that the store has been unreachable for ``seconds``, and the cause.
+
+        Raise StoreGone if the user stops the command.
+        """
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -260,8 +262,8 @@ class BaseStudy(ABC):
         Raises:
             StoreGone: if the store stays unreachable for 300 seconds, if the user stops the command while the store
                 is unreachable, or if results cannot be written.
-            InputError: without a budget, if the study cannot continue (such as with a wrong command), if another study
-                has replaced its folder, or after four failed trials in a row on this machine.
+            InputError: without a budget, if the study cannot continue (such as with a wrong command), if another
+                study has replaced its folder, or after four failed trials in a row on this machine.
         """
         self._screen, self._stop = screen or NoScreen(), stop
         self._note = self._screen.note
@@ -299,14 +301,9 @@ class BaseStudy(ABC):
         self._screen.ended(state)
         return state
 
-    def check_budget(self, trials: int | None, flops: float | None, hours: float | None) -> None:
-        """Raise InputError if the budget is missing, invalid, or too small for one trial or the coarsest grid."""
-        known_trials(self.space.axes, self.method, Budget(trials, flops, hours, self._run_flops), self._noise)
-        if flops is not None and self._run_flops is not None and flops < self._run_flops:
-            raise InputError(
-                f"--flops {flops:g} is too small, because one trial takes {self._run_flops:.3g} FLOPs; give "
-                f"{1.01 * self._run_flops:.3g} or more"
-            )
+    def check_budget(self, trials: int | None, hours: float | None) -> None:
+        """Raise InputError if the budget is missing or invalid, or if ``trials`` is too small for method ``grid``."""
+        known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
     def _may_begin(self) -> bool:
         self._folder.require_own(self._stored.random_id)
