@@ -922,6 +922,15 @@ def test_a_database_in_its_own_folder_is_the_study(study: Make, tmp_path: Path) 
         study()
 
 
+@pytest.mark.parametrize("name", [".git", "wheat.txt"])
+def test_a_folder_with_other_files_is_not_a_study(study: Make, tmp_path: Path, name: str) -> None:
+    """A server has no files in the folder, so a name like that of its database means nothing."""
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / name).touch()
+    with refused("is not empty and contains no study"):
+        study(store="postgresql://me@host/wheat")
+
+
 def test_another_study_in_the_journal_locks_nobody_out(study: Make, tmp_path: Path) -> None:
     with study():
         pass

@@ -18,6 +18,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, signed
 
 CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
+# Names in the folder of a study that was killed before it wrote study.json.
+OURS: tuple[str, ...] = ("journal.log*", ".*.tmp", LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
 _TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in an attempt's folder (training)
 _ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
@@ -92,9 +96,10 @@ class StudyFolder:
                 kind = space.kind
                 raise InputError(f"{self.path} has another {kind}: {describe_changes(changes)}; use another --study")
         elif self.path.exists() and not (self.path / "journal.log").exists() and not self.saved_results()[0]:
-            # A study that was killed at its beginning has left a store, or files with hidden names.
-            ours = (".", Path(str(where).partition("?")[0]).name)
-            others = [entry for entry in self.path.iterdir() if not entry.name.startswith(ours)]
+            own = OURS
+            if str(where).startswith("sqlite:"):  # the database and its journals may be here
+                own = (*OURS, f"{escape(Path(str(where).partition('?')[0]).name)}*")
+            others = [entry for entry in self.path.iterdir() if not any(fnmatch(entry.name, name) for name in own)]
             # CHECKPOINTS may be a link to an empty disk.
             if any(entry.name != CHECKPOINTS or any(entry.glob("[!.]*")) for entry in others):
                 raise InputError(f"{self.path} is not empty and contains no study; use another folder")
@@ -122,8 +127,7 @@ class StudyFolder:
             return "", {}
 
     def require_results(self, saved: Mapping[int, float | None], log: TrialLog) -> None:
-        """Raise InputError if the store, read into ``log``, lacks the result of a trial in ``saved`` or has another loss
-        for it.
+        """Raise InputError if the store, read into ``log``, lacks a trial of ``saved`` or has another loss for it.
 
         Comparing the ids of studies is not enough: a copy of a study has the same id, but its later trials have other
         losses.
