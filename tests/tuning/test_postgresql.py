@@ -86,7 +86,7 @@ def test_a_study_outlives_a_restart_of_its_database(server: Server, monkeypatch:
     noticed: list[float] = []
     called: list[dict[str, float]] = []
 
-    def waited(seconds: float) -> None:
+    def waited(seconds: float, cause: str) -> None:
         noticed.append(seconds)
         if len(noticed) == 3:
             server.stop()  # the thread of the trial may still wait for the end

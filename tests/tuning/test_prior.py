@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from benchmarks.priors import optimum_of
 from benchmarks.small_budgets import made_up
 from click.testing import Result
+from tests.errors import refused
 from typer.testing import CliRunner
 
 from leaven.catalogue.expectations import expectations
@@ -31,7 +32,7 @@ from leaven.tuning.algorithm.surrogate import (
 )
 from leaven.tuning.earlier_study import earlier_trials, unlike_earlier
 from leaven.tuning.point import BATCH, recipe_at
-from leaven.tuning.service.recipe_study import Study
+from leaven.tuning.service.recipe_study import Study, check_request
 from leaven.tuning.space import space
 from leaven.tuning.study_document import StudyDocument, StudyTrial
 
@@ -226,20 +227,44 @@ def test_another_vocabulary_than_the_earlier_study_had_is_a_warning(folder: Path
     assert warning.startswith(f"--from-study {folder}: the values are from a model with a vocabulary of 320")
 
 
-def test_a_budget_is_checked_in_the_space_that_the_study_searches(tiny: Recipe, tmp_path: Path) -> None:
-    """With several durations the batch is not searched, and a trial also trains the cooldown of the shorter run."""
-    recipe = tiny.replace({"schedule.decay": "wsd", "schedule.decay_ratio": 0.2, "schedule.warmup_tokens": 128})
-    tokens, searched = prepare(recipe.data, recipe.model.vocab_size), space(recipe, f"{LR},{BATCH}")
-    of = partial(Study, tmp_path / "new", recipe, searched)
-    of("grid", tokens, durations=(1024, 2048)).check_budget(4, None, None)  # 2 points of lr, not 4 of lr and batch
+def test_a_request_is_checked_in_the_space_that_the_study_searches(folder: Path, tiny: Recipe) -> None:
+    """With several durations the batch is not searched."""
+    given: dict[str, Any] = {"flops": None, "hours": None, "noise": None, "trials": 8}
+    searched = space(tiny.replace({"schedule.decay": "wsd"}), f"{LR},{BATCH}")
+    grid = {"durations": (1024, 2048), "from_study": None}
+    check_request(tiny, searched, "grid", **given | {"trials": 4, **grid})  # 2 points of lr, not 4 of lr and batch
     with pytest.raises(InputError, match="at least 2\\^2 points"):
-        of("grid", tokens).check_budget(4, None, None)
+        check_request(tiny, searched, "grid", **given | {"trials": 4, "durations": (), "from_study": None})
+    with pytest.raises(InputError, match="method treust-region: unknown; did you mean trust-region"):
+        check_request(tiny, searched, "treust-region", durations=(), from_study=folder, **given)
+
+
+def test_a_budget_in_flops_is_for_the_cooldowns_of_a_trial_as_well(tiny: Recipe) -> None:
+    """A trial of 4,096 and 8,192 tokens trains the last fifth of the shorter run twice."""
+    recipe = tiny.replace({"schedule.decay": "wsd", "schedule.decay_ratio": 0.2})
     trunk = flops_per_token(recipe.model) * 8192
-    study = of("random", tokens, durations=(8192, 4096))
-    study.check_budget(None, 1.11 * trunk, None)
+    given: dict[str, Any] = {"trials": None, "hours": None, "noise": None, "from_study": None}
+    check_request(recipe, space(recipe, LR), "random", durations=(8192, 4096), flops=1.11 * trunk, **given)
     with pytest.raises(InputError, match=r"--flops \S+ is too small, because one trial takes"):
-        study.check_budget(None, 1.09 * trunk, None)
-    assert not (tmp_path / "new").exists()
+        check_request(recipe, space(recipe, LR), "random", durations=(8192, 4096), flops=1.09 * trunk, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--flops 1", "--flops 1 is too small"),
+        ("--method treust-region", "method treust-region: unknown; did you mean trust-region"),
+        ("--method grid --trials 2", "a grid over 9 hyperparameters has at least 2^9 points"),
+        ("--from-study nope", "--from-study nope: "),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_text_is_tokenised(
+    tiny_file: Path, monkeypatch: pytest.MonkeyPatch, options: str, said: str
+) -> None:
+    monkeypatch.setattr("leaven.cli.tune.prepare_text", lambda *_: pytest.fail("tokenised"))
+    with refused(said):
+        CliRunner().invoke(app, ["tune", str(tiny_file), "--study", "new", *options.split()], catch_exceptions=False)
+    assert not Path("new").exists()
 
 
 @pytest.mark.usefixtures("in_this_process")

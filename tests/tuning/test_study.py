@@ -761,18 +761,62 @@ def test_a_study_whose_journal_was_cut_before_a_damaged_line_goes_on(
     assert [trial["state"] for trial in saved(folder)] == ["complete"] * 2
 
 
+def swap_the_journal(folder: Path, other: Path) -> None:
+    shutil.copy(other / "journal.log", folder / "journal.log")
+
+
+def write_as_a_copy(folder: Path, other: Path) -> None:
+    """Write study.json with the losses of a copy of the study, which went on by itself."""
+    document = json.loads((folder / "study.json").read_text())
+    document["trials"][0]["loss"] += 1.0
+    (folder / "study.json").write_text(json.dumps(sealed(document)))
+
+
 @pytest.mark.usefixtures("in_this_process")
-def test_results_of_another_study_are_not_overwritten(study: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swap_the_journal, "belongs to the study .*, but --study .* contains the study"),
+        (write_as_a_copy, "has the loss .* for trial 0, but --study .* has .* a copy of the study"),
+    ],
+)
+def test_results_of_another_study_are_not_overwritten(
+    study: Make, tmp_path: Path, change: Callable[[Path, Path], None], said: str
+) -> None:
     for copied in (True, False):
         with study() as opened:
             opened.run(2, 1)
         if copied:
             (tmp_path / "study").rename(tmp_path / "other")
-    shutil.copy(tmp_path / "other" / "journal.log", tmp_path / "study" / "journal.log")
+    change(tmp_path / "study", tmp_path / "other")
     before = tree(tmp_path)
-    with refused("study.json belongs to the study", ", but --study", "; give the store of this folder"), study():
+    with pytest.raises(InputError, match=f"study.json {said}.*; give the store of this folder") as error, study():
         pass
+    assert "\n" not in str(error.value)
     assert tree(tmp_path) == before
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_result_that_another_attempt_would_replace_is_noticed(study: Make, tmp_path: Path) -> None:
+    """The other copy of the study has retried a trial, which has a result in this folder."""
+    with study() as opened:
+        opened.run(2, 1)
+    journal, results = tmp_path / "study" / "journal.log", tmp_path / "study" / "study.json"
+    before = results.read_text()
+    lines = journal.read_bytes().splitlines(keepends=True)
+    drawn = [index for index, line in enumerate(lines) if json.loads(line)["op_code"] == 5]  # SET_TRIAL_PARAM
+    journal.write_bytes(b"".join(lines[: drawn[-1] + 1]))
+    results.unlink()
+    with study() as opened:
+        assert [trial.number for trial in opened.run(2, 1).trials] == [0, 2]
+    changed = json.loads(before)
+    changed["trials"][1]["loss"] += 1.0
+    results.write_text(json.dumps(sealed(changed)))
+    with refused("has the loss", "for trial 1, but"), study():
+        pass
+    results.write_text(before)  # the same loss as that of the retry
+    with study():
+        pass
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -785,11 +829,25 @@ def test_two_studies_do_not_share_a_folder(study: Make, tmp_path: Path) -> None:
     with study(store=one) as opened:
         with pytest.raises(InputError, match="belongs to the study"), study(store=two):
             pass
-        changed = results.read_text().replace(json.loads(results.read_text())["id"], "another")
-        results.write_text(changed)
-        with pytest.raises(StoreGone, match="belongs to the study another"):
-            opened.run(1, 1, screen=Notes())
-    assert results.read_text() == changed
+        results.write_text(results.read_text().replace(json.loads(results.read_text())["id"], "another"))
+        before = tree(tmp_path / "study")
+        with refused("belongs to the study another"):
+            opened.run(1, 1)
+    assert tree(tmp_path / "study") == before
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_checkpoints_of_a_study_that_has_replaced_the_folder_are_kept(study: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    with study(store=f"sqlite:///{tmp_path / 'one.db'}") as opened:
+        opened.run(1, 1)
+        folder.rename(tmp_path / "moved")
+        with study(store=f"sqlite:///{tmp_path / 'two.db'}"):
+            (folder / "checkpoints" / "000000-000000" / f"{3:024x}").mkdir(parents=True)
+        before = tree(folder)
+        with refused("study.json belongs to the study"):
+            opened.run(1, 1)
+    assert tree(folder) == before
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -847,7 +905,8 @@ def test_a_store_that_is_locked_at_the_start_is_told_and_can_be_left(
     ):
         pass
     other.close()
-    assert [text.startswith("the store has been unreachable for") for text in told] == [True]
+    (line,) = told
+    assert re.fullmatch(r"the store has been unreachable for \d+ s \(database is locked\); waiting", line)
 
 
 def test_a_database_in_its_own_folder_is_the_study(study: Make, tmp_path: Path) -> None:
@@ -861,6 +920,15 @@ def test_a_database_in_its_own_folder_is_the_study(study: Make, tmp_path: Path) 
     (tmp_path / "study" / "study.json").unlink()
     with pytest.raises(InputError, match="is not empty and contains no study"):
         study()
+
+
+@pytest.mark.parametrize("name", [".git", "wheat.txt"])
+def test_a_folder_with_other_files_is_not_a_study(study: Make, tmp_path: Path, name: str) -> None:
+    """A server has no files in the folder, so a name like that of its database means nothing."""
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / name).touch()
+    with refused("is not empty and contains no study"):
+        study(store="postgresql://me@host/wheat")
 
 
 def test_another_study_in_the_journal_locks_nobody_out(study: Make, tmp_path: Path) -> None:

@@ -176,13 +176,13 @@ def tune(
     given: dict[str, Any] = {"noise": noise, "from_study": from_study}
     if program is not None:
         study_of: BaseStudy = CommandStudy(folder, program, searched, method, url, **given)
+        study_of.check_budget(trials, hours)
     else:
         given["durations"] = durations or ()
         if stack is not None and stack > 1:
             require_alone(context, "--stack", "durations")
         gpus = len(devices) if asked == AUTO and stack is None else 0
-        study_of = _study_of_recipe(around, method, folder, url, trials, stack, gpus, given)
-    study_of.check_budget(trials, **budget)
+        study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
         with stop_on_signal() as stop, study_of.reporting_to(errors.print, stop) as opened:
             if from_study is not None and of_file is None:
@@ -285,28 +285,31 @@ def _study_of_recipe(
     method: str,
     folder: Path,
     url: str | None,
-    trials: int | None,
+    budget: dict[str, Any],
     stack: int | None,
     gpus: int,
     given: dict[str, Any],
 ) -> "Study":
-    """Return the study in which leaven's own trainer trains a recipe. Tokenise the recipe's text first.
+    """Return the study in which leaven's own trainer trains a recipe.
+
+    Check the arguments first, and then tokenise the recipe's text, which may take long.
 
     If ``gpus`` is above 0 and the device is a CUDA GPU, leaven chooses how many trials a worker trains at once.
     Otherwise, a worker trains at most ``stack`` trials at once, by default 1.
     """
     from leaven.training.device import default_device, free_memory
-    from leaven.tuning.service.recipe_study import Study, stack_size, stackable
+    from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable
 
     if stack is not None and stack > 1:
         searched, why = stackable(searched)
-        stack = 1 if why else min(stack, trials or stack)
+        stack = 1 if why else min(stack, budget["trials"] or stack)
         if why:
             errors.print(f"each worker trains one trial at a time: {why}")
     recipe = searched.recipe
+    check_request(recipe, searched, method, **budget, **given)
     at_once, device = stack or 1, default_device()
     if gpus and device.type == "cuda":
-        at_once, why = stack_size(searched, given["durations"], trials, gpus, lambda: free_memory(device))
+        at_once, why = stack_size(searched, given["durations"], budget["trials"], gpus, lambda: free_memory(device))
         number = f"{at_once} trials at once" if at_once > 1 else "one trial at a time"
         errors.print(f"each GPU trains {number}: {why}")
     tokens = prepare_text(recipe.data, recipe.model.vocab_size, recipe.start.folder)

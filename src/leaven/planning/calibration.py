@@ -146,8 +146,8 @@ def calibration(
     divided by the smaller, and d is the number of :func:`_features` in which their layouts differ. Three steps select
     the runs:
 
-    1. Keep the runs with the same dtype and accelerator (on a CPU: the same processor) and with r up to 16. In much
-       smaller models, kernel launches dominate.
+    1. Keep the runs with the same dtype and accelerator (on a CPU: the same processor) and with r up to 16. Of
+       much smaller models, the host decides the time.
     2. If some of them have r up to 4 and d = 0, keep only these.
     3. Keep the newest 100.
 

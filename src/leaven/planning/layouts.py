@@ -4,7 +4,7 @@ Every layout of :func:`layouts` is tried. If a micro-batch size does not fit int
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from leaven.training.outcome import Outcome
 from leaven.training.run_folder import RunFolder
 from leaven.training.stack import MOST, most_trials, refusal, train_stack
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, fingerprint_of, train_trial
+from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import LEAST_ROUNDS
+from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.service.study_folder import CHECKPOINTS, attempts
 from leaven.tuning.space import Space
@@ -33,6 +34,37 @@ STOP_POLL = 0.25  # seconds between checks of whether to stop
 # A stack is several trials trained as one batched model. Up to so many FLOPs a step of a trial, it was measured to be
 # faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md).
 STACKED_FLOPS = 2.8e10
+
+
+def check_request(
+    recipe: Recipe,
+    space: Space,
+    method: str,
+    *,
+    durations: Sequence[int],
+    trials: int | None,
+    flops: float | None,
+    hours: float | None,
+    noise: float | None,
+    from_study: Path | None,
+) -> None:
+    """Check the arguments of :class:`Study` and :meth:`Study.run` that do not depend on the tokenized text.
+
+    Raises:
+        InputError: if the method is unknown, or cannot use the space's prior knowledge; if the name of the recipe is
+            invalid; if the study ``from_study`` cannot be used; or if the budget is missing, or is too small for one
+            trial or the coarsest grid.
+    """
+    space = _narrowed(space, method, durations)
+    one = _flops_of_trial(recipe, durations)
+    known_trials(space.axes, method, Budget(trials, flops, hours, one), noise)
+    if flops is not None and flops < one:
+        raise InputError(
+            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give {1.01 * one:.3g} or more"
+        )
+    if from_study is not None:
+        space = replace(space, earlier=earlier_trials(from_study, space)[0])
+    check_search(method, space.axes, recipe.name)
 
 
 def _flops_of_trial(recipe: Recipe, durations: Sequence[int]) -> float:

@@ -27,6 +27,16 @@ from leaven.tuning.service.stored_study import OWNER, RETRY_OF, StoredStudy, Sto
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
+# The functions that convert the fields of an Outcome to Python's own types.
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "loss": float,
+    "tokens": int,
+    "flops": float,
+    "seconds": float,
+    "curve": curve_of,
+    "branches": curve_of,
+    "stopped": bool,
+}
 STORE_POLL = 0.5  # seconds between reads of the store while trials run
 # A command ends if so many of its trials, or of one of its workers, fail in a row. Its machine is then probably
 # broken: a disk or a GPU is away. Values may be the cause, too: if a fifth of all points fail, most searches of 64
@@ -261,22 +271,24 @@ def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
 
 
 def _outcome(result: object) -> Outcome:
-    """Return an objective's result as an Outcome of Python's own numbers. A loss that is nan or beyond +-1e50 becomes
-    infinite."""
-    given = result if isinstance(result, Outcome) else Outcome(cast(float, result))
+    """Convert an objective's result to an Outcome. A loss that is nan or beyond +-1e50 becomes infinite."""
+    outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
+    about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}
+    return replace(outcome, **about | {"loss": about["loss"] if abs(about["loss"]) <= HUGE else math.inf})
+
+
+def _converted(outcome: Outcome, name: str, kind: Callable[[Any], Any]) -> Any:
+    value = getattr(outcome, name)
+    if value is None and name != "loss":
+        value = getattr(Outcome(0.0), name)
     try:
-        loss = float(given.loss) if not isinstance(given.loss, int) or abs(given.loss) <= HUGE else math.inf
-        return replace(
-            given,
-            loss=loss if abs(loss) <= HUGE else math.inf,
-            tokens=int(given.tokens),
-            flops=float(given.flops),
-            seconds=float(given.seconds),
-            curve=curve_of(given.curve),
-            branches=curve_of(given.branches),
-            stopped=bool(given.stopped),
-        )
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return kind(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        if name == "loss" and isinstance(error, OverflowError):  # an int that is too large for a float
+            return math.inf
+        of = "" if name == "loss" else f" as {name} of an Outcome"
         raise InputError(
-            f"the objective returned {result!r:.60}; return a loss (a number) or an Outcome of numbers"
+            f"the objective returned {value!r:.60}{of}; return a loss (a number) or an Outcome of numbers"
         ) from None

@@ -42,7 +42,8 @@ _SCHEMA = re.compile("no such (table|column)|malformed|could not decode", re.IGN
 # Operations of a journal on a running trial: create it; set a value, an intermediate loss, an attribute.
 RUNNING = {4, 5, 7, 8}
 READ_ONLY = "25006"  # the error code of a PostgreSQL server that was made a standby, or whose disk is nearly full
-# The errors with which Optuna reads damaged content, or misses a row.
+NEW_DATABASE = 2**20  # bytes; a new database with its tables and journal takes less
+# The errors with which Optuna reads damaged content.
 DAMAGE = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 # Without these options, libpq waits for hours for a server that was switched off, and a command that is suspended
@@ -66,7 +67,7 @@ class StoreGone(RuntimeError):
 
 def open_store(
     where: str | Path | BaseStorage | None,
-    waited: Callable[[float], None] = lambda seconds: None,
+    waited: Callable[[float, str], None] = lambda seconds, cause: None,
     patience_seconds: float = 300,
 ) -> BaseStorage:
     """Return the Optuna storage at ``where``. It retries calls while the server or file is unreachable.
@@ -74,8 +75,8 @@ def open_store(
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory.
-        waited: called about every second during retries, with the seconds since the call began. An exception that it
-            raises ends the retries.
+        waited: called about every second during retries, with the seconds since the call began and the cause of the
+            last failure. An exception that it raises ends the retries.
         patience_seconds: how long a call is retried. After that, the call raises StoreGone.
 
     Raises:
@@ -124,7 +125,7 @@ def _url(where: str) -> "URL":
                 f"{where}: the URL does not name a database file; give sqlite:///FILE, or sqlite:////FILE for an "
                 "absolute path"
             )
-        _require_place(Path(url.database))
+        _require_place(Path(url.database), f"sqlite:///{Path(url.database) / 'study.db'}")
         return url
     if scheme in {"postgresql", "postgresql+psycopg"}:
         # Options in the URL override those of POSTGRESQL.
@@ -134,10 +135,10 @@ def _url(where: str) -> "URL":
     )
 
 
-def _require_place(file: Path) -> None:
-    """Raise InputError if ``file`` is a folder, or if its folder does not exist."""
+def _require_place(file: Path, example: str) -> None:
+    """Raise InputError if ``file`` is a folder, or if its folder does not exist. ``example`` names a file in it."""
     if file.is_dir():
-        raise InputError(f"{file}: a folder; give a file in it, such as {file / 'study.log'}")
+        raise InputError(f"{file}: a folder; give a file in it, such as {example}")
     if not file.parent.is_dir():
         raise InputError(f"{file}: there is no folder {file.parent}; create it")
 
@@ -150,7 +151,7 @@ def _name(url: "URL") -> str:
 
 
 def _database(
-    url: "URL", waited: Callable[[float], None], patience_seconds: float
+    url: "URL", waited: Callable[[float, str], None], patience_seconds: float
 ) -> tuple[BaseStorage, Callable[[], object]]:
     """Return Optuna's storage in a database, and a function that closes its connections.
 
@@ -161,12 +162,16 @@ def _database(
     from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
     lite = url.drivername == "sqlite"
+    file = Path(url.database or "")
+    if lite and not file.exists() and storage.is_full(file.parent, NEW_DATABASE):
+        # SQLite would leave an empty file, which must not be removed, because another command may have opened it.
+        raise InputError(f"{_name(url)} cannot be created: its disk is full; make room, or use another folder")
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}} if lite else {}
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
     began = time.monotonic()
     while True:
         try:
-            storage = RDBStorage(text, engine_kwargs=options)
+            database = RDBStorage(text, engine_kwargs=options)
             break
         except ImportError:
             raise InputError("the driver for PostgreSQL is missing; run pip install 'leaven[postgresql]'") from None
@@ -179,22 +184,33 @@ def _database(
                 raise StoreGone(
                     f"{_name(url)} has been locked for {passed:.0f} seconds; run the same command again later"
                 ) from None
+            cause = _reason(error)
         except RuntimeError as error:  # Optuna refuses tables of another version
             raise InputError(f"{_name(url)}: {error}") from None
-        waited(passed)
+        waited(passed, cause)
         time.sleep(random.uniform(0.05, 0.5))
     if lite:
         # Optuna reads rows and then changes them in one transaction, which must lock the file from the beginning.
-        event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-        event.listen(storage.engine, "connect", _begin_nothing)
-        storage.engine.dispose()
+        event.listen(database.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        event.listen(database.engine, "connect", _begin_nothing)
+        event.listen(database.engine, "do_connect", _open_existing)
+        database.engine.dispose()
     # Without the cache, every read of a study reads all of its rows: 2,000 for 60 trials of 30 values.
-    return _CachedStorage(storage), storage.engine.dispose
+    return _CachedStorage(database), database.engine.dispose
 
 
 def _begin_nothing(connection: Any, record: object) -> None:
     """Keep sqlite3 from beginning a transaction itself."""
     connection.isolation_level = None
+
+
+def _open_existing(dialect: object, record: object, cargs: list[Any], cparams: dict[str, Any]) -> None:
+    """Let sqlite3 raise an error if the database file is missing, such as on a disk that is not mounted.
+
+    By default, sqlite3 creates an empty database.
+    """
+    if not cparams.get("uri"):
+        cargs[0], cparams["uri"] = f"{Path(cargs[0]).as_uri()}?mode=rw", True
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
@@ -232,6 +248,8 @@ def _reason(error: Exception) -> str:
     cause = next((cause for cause in _causes(error) if hasattr(cause, "orig")), error)
     if isinstance(cause, KeyError) and "does not exist" in str(cause):  # of Optuna, for a row that existed
         return LOST
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
     message = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
     return message.splitlines()[0]
 
@@ -239,7 +257,7 @@ def _reason(error: Exception) -> str:
 def open_journal(path: Path) -> JournalStorage:
     """Return Optuna's JournalStorage in the file ``path``, which is created if it does not exist. Raise InputError if
     the file cannot be created or read, is not a journal, or has a damaged line."""
-    _require_place(path)
+    _require_place(path, str(path / "study.log"))
     try:
         storage.require_plain_file(path)
         if path.exists():
@@ -320,7 +338,11 @@ class Journal(JournalFileBackend):
             optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
             if not Path(optunas._lock_file).exists() and Path(optunas._lock_file).is_symlink():
                 # Optuna's dashboard holds its lock, or was killed. JournalFileOpenLock would wait for it forever.
-                raise OSError(errno.EAGAIN, f"{optunas._lock_file} is left of a program; remove it", self._file_path)
+                raise OSError(
+                    errno.EAGAIN,
+                    f"another program holds the lock {optunas._lock_file}, a link to a missing file; if the program "
+                    "has ended, remove the link",
+                )
             optunas.acquire()
             try:
                 self._require_same()
@@ -338,7 +360,7 @@ class Patient(BaseStorage):
         self,
         store: BaseStorage,
         name: str,
-        waited: Callable[[float], None],
+        waited: Callable[[float, str], None],
         patience_seconds: float,
         reconnect: Callable[[], object] = lambda: None,
     ) -> None:
@@ -360,9 +382,10 @@ class Patient(BaseStorage):
             except Exception as error:
                 from sqlalchemy.exc import DBAPIError
 
-                # leaven and Optuna ask for the ids of names that may not exist.
-                missing = isinstance(error, DAMAGE) and method != "get_study_id_from_name"
-                if missing or _is_damage(error):
+                # A KeyError says that a row is missing, but leaven and Optuna ask for names that may not exist.
+                damage = DAMAGE if method.startswith("get_") else KeyError
+                damaged = isinstance(error, damage) and method != "get_study_id_from_name"
+                if damaged or _is_damage(error):
                     raise InputError(
                         f"{self._name} is damaged ({_reason(error)}); restore it from a backup, or use another study"
                     ) from error
@@ -370,18 +393,18 @@ class Patient(BaseStorage):
                     if isinstance(error, StorageInternalError | DBAPIError):
                         raise InputError(f"{self._name} cannot be used: {_reason(error)}") from error
                     raise
-                now = time.monotonic()
+                now, cause = time.monotonic(), _reason(error)
                 if now - since >= self._patience:
                     raise StoreGone(
-                        f"{self._name} has been unreachable for {now - since:.0f} seconds ({_reason(error)}); "
+                        f"{self._name} has been unreachable for {now - since:.0f} seconds ({cause}); "
                         "run the same command again when it is back, to resume"
                     ) from error
             # Random, so that not all commands return to a server at once.
             until = min(since + self._patience, now + pause * random.uniform(0.5, 1.5))
-            self._waited(now - since)
+            self._waited(now - since, cause)
             while (left := until - time.monotonic()) > 0:
                 time.sleep(min(left, LOOK_SECONDS))
-                self._waited(time.monotonic() - since)
+                self._waited(time.monotonic() - since, cause)
             pause = min(2 * pause, LONGEST_PAUSE)
             self._reconnect()
 

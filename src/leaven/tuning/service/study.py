@@ -221,8 +221,11 @@ class BaseStudy(ABC):
             raise lost
         return store
 
-    def _waited(self, seconds: float) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``. Raise StoreGone if the user stops."""
+    def _waited(self, seconds: float, cause: str) -> None:
+        """Tell the user that the store has been unreachable for ``seconds``, and the cause.
+
+        Raise StoreGone if the user stops the command.
+        """
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -232,7 +235,7 @@ class BaseStudy(ABC):
             )
         if (now := time.monotonic()) >= self._next_note:
             self._next_note = now + NOTE_EVERY
-            self._note(f"the store has been unreachable for {seconds:.0f} s; waiting")
+            self._note(f"the store has been unreachable for {seconds:.0f} s ({cause}); waiting")
 
     def run(
         self,
@@ -259,8 +262,8 @@ class BaseStudy(ABC):
         Raises:
             StoreGone: if the store stays unreachable for 300 seconds, if the user stops the command while the store
                 is unreachable, or if results cannot be written.
-            InputError: without a budget, if the study cannot continue (such as with a wrong command), or after
-                four failed trials in a row on this machine.
+            InputError: without a budget, if the study cannot continue (such as with a wrong command), if another
+                study has replaced its folder, or after four failed trials in a row on this machine.
         """
         self._screen, self._stop = screen or NoScreen(), stop
         self._note = self._screen.note
@@ -275,7 +278,7 @@ class BaseStudy(ABC):
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
             self._trainer(devices or [None] * workers) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._ready) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._may_begin) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
@@ -288,8 +291,8 @@ class BaseStudy(ABC):
         self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.trials)
         if over:
             self._stored.study.set_user_attr(ANSWERED, True)
+        self._remove_checkpoints()
         try:
-            self._folder.remove_checkpoints(self._stored.trials)
             state = self.save()
         except InputError as error:
             raise StoreGone(
@@ -298,17 +301,20 @@ class BaseStudy(ABC):
         self._screen.ended(state)
         return state
 
-    def check_budget(self, trials: int | None, flops: float | None, hours: float | None) -> None:
-        """Raise InputError if the budget is missing, invalid, or too small for one trial or the coarsest grid."""
-        known_trials(self.space.axes, self.method, Budget(trials, flops, hours, self._run_flops), self._noise)
-        if flops is not None and self._run_flops is not None and flops < self._run_flops:
-            raise InputError(
-                f"--flops {flops:g} is too small, because one trial takes {self._run_flops:.3g} FLOPs; give "
-                f"{1.01 * self._run_flops:.3g} or more"
-            )
+    def check_budget(self, trials: int | None, hours: float | None) -> None:
+        """Raise InputError if the budget is missing or invalid, or if ``trials`` is too small for method ``grid``."""
+        known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
+
+    def _may_begin(self) -> bool:
+        self._folder.require_own(self._stored.random_id)
+        return self._ready()
+
+    def _remove_checkpoints(self) -> None:
+        self._folder.require_own(self._stored.random_id)
+        self._folder.remove_checkpoints(self._stored.trials)
 
     def _save_meanwhile(self) -> None:
-        self._folder.remove_checkpoints(self._stored.trials)
+        self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
             return
@@ -359,7 +365,7 @@ class BaseStudy(ABC):
             return self._write()
 
     def _write(self) -> StudyDocument:
-        self._folder.require_same_study(self._folder.saved_results()[0], self._stored.random_id)
+        self._folder.require_own(self._stored.random_id)
         try:
             state = self.state()
             return write_results(self.out, self.space, state, self._note_once, self._inputs(state))

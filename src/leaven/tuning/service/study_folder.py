@@ -18,6 +18,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,11 @@ from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, signed
 
 CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
+# Names in the folder of a study that was killed before it wrote study.json.
+OURS: tuple[str, ...] = ("journal.log*", ".*.tmp", LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
 _TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in an attempt's folder (training)
+_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
 LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
 
 
@@ -91,9 +96,10 @@ class StudyFolder:
                 kind = space.kind
                 raise InputError(f"{self.path} has another {kind}: {describe_changes(changes)}; use another --study")
         elif self.path.exists() and not (self.path / "journal.log").exists() and not self.saved_results()[0]:
-            # A study that was killed at its beginning has left a store, or files with hidden names.
-            ours = (".", Path(str(where).partition("?")[0]).name)
-            others = [entry for entry in self.path.iterdir() if not entry.name.startswith(ours)]
+            own = OURS
+            if str(where).startswith("sqlite:"):  # the database and its journals may be here
+                own = (*OURS, f"{escape(Path(str(where).partition('?')[0]).name)}*")
+            others = [entry for entry in self.path.iterdir() if not any(fnmatch(entry.name, name) for name in own)]
             # CHECKPOINTS may be a link to an empty disk.
             if any(entry.name != CHECKPOINTS or any(entry.glob("[!.]*")) for entry in others):
                 raise InputError(f"{self.path} is not empty and contains no study; use another folder")
@@ -106,30 +112,47 @@ class StudyFolder:
                 held.enter_context(storage.lock(self.path / LOCK, LOCK_SECONDS))
             yield
 
-    def saved_results(self) -> tuple[str, set[int]]:
-        """Return the id in study.json, and the numbers of its trials with a result.
+    def saved_results(self) -> tuple[str, dict[int, float | None]]:
+        """Return the id in study.json, and the loss of each of its trials with a result, by number.
 
         Both are empty if the file is missing or damaged. Raise InputError on read errors.
         """
         document = _saved(self.path)
         try:
             # A failed trial may be given back to the study, and then runs again.
-            ended = [trial["number"] for trial in document["trials"] if trial["state"] not in {*UNDER_WAY, "failed"}]
-            return document.get("id", ""), {number for number in ended if isinstance(number, int)}
+            ended = [trial for trial in document["trials"] if trial["state"] not in {*UNDER_WAY, "failed"}]
+            losses = {trial["number"]: trial.get("loss") for trial in ended if isinstance(trial["number"], int)}
+            return document.get("id", ""), losses
         except (TypeError, KeyError, AttributeError):
-            return "", set()
+            return "", {}
 
-    def require_results(self, saved: set[int], log: TrialLog) -> None:
-        """Raise InputError if the store, read into ``log``, lacks the result of a trial in ``saved``."""
-        ended = [trial for trial in log.trials.values() if trial.has_result]
-        # Another copy of this study may have made another attempt at a trial.
-        if lost := saved - {number for trial in ended for number in (trial.number, trial.origin)}:
-            file = self.path / "study.json"
+    def require_results(self, saved: Mapping[int, float | None], log: TrialLog) -> None:
+        """Raise InputError if the store, read into ``log``, lacks a trial of ``saved`` or has another loss for it.
+
+        Comparing the ids of studies is not enough: a copy of a study has the same id, but its later trials have other
+        losses.
+        """
+        file, ended = self.path / "study.json", [trial for trial in log.trials.values() if trial.has_result]
+        # If the copy of a study made another attempt at a trial, only its first attempt has the same number.
+        losses = {trial.origin: trial.loss for trial in ended} | {trial.number: trial.loss for trial in ended}
+        if lost := saved.keys() - losses.keys():
             raise InputError(
                 f"{self.path} has the results of {len(saved)} trials, but the store of {self.study} has lost "
                 f"{len(lost)} of them, the first is trial {min(lost)}; restore the store, or type "
                 f"{shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
             )
+        if others := [number for number, loss in saved.items() if losses[number] != loss]:
+            raise InputError(
+                f"{file} has the loss {saved[others[0]]} for trial {others[0]}, but {self.study} has "
+                f"{losses[others[0]]}, as if one of them is from a copy of the study; give the store of this folder, "
+                "restore the file that was replaced, or use another folder"
+            )
+
+    def require_own(self, stored_id: str) -> None:
+        """Raise InputError if the folder now belongs to a study other than ``stored_id``."""
+        with suppress(OSError):
+            if found := _ID.search(read(self.path / "study.json")):
+                self.require_same_study(found[1].decode(), stored_id)
 
     def require_same_study(self, saved_id: str, stored_id: str) -> None:
         """Raise InputError unless the id in study.json is empty or equals the id in the store."""
