@@ -13,7 +13,7 @@ from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement, parse_layout, shape_refusal
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Exploration, Job, LayoutCandidate, explore, layouts, ranked
-from leaven.planning.training_codes import TrainingCode, training_code
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode, training_code
 from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
@@ -152,3 +152,13 @@ def test_an_error_names_a_layout_that_leaven_cannot_train_but_fits() -> None:
     layout, _ = parse_layout(written, 4096)
     assert layout.cp > 1
     assert plan(LLAMA_8B, 256 * 8192, "4096xH100-80GB", written).chosen.fits
+
+
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_a_model_that_waits_for_the_host_is_not_split(gpus: int) -> None:
+    """Kernels of a small model are short: splitting it makes them shorter, and does not make the host faster."""
+    small = gpt(8, 256, 4, 4_096, 512, dropout=0.0)
+    job = Job(small, Batch(tokens=64 * 512), parse_cluster(f"{gpus}xH100-SXM-80GB"), LEAVEN_BF16)
+    chosen = explore(job).fitting[0]
+    assert chosen.time.host > 0.5 * chosen.time.step
+    assert (chosen.arrangement.layout.tp, chosen.arrangement.layout.pp) == (1, 1)
