@@ -468,7 +468,9 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
 
     shards("train-{n}.txt", 0, 2)
     line = f"data.source '{tmp_path}/*.txt': by the names of the others, files are missing, such as "
-    end = "; if a download was interrupted, repeat it, or name only the files that you want"
+    end = (
+        "; if a download was interrupted, repeat it, or name only the files that you want, such as train-0000[0-2]-*"
+    )
     assert notes("*.txt") == (f"{line}{tmp_path}/train-00001-of-00003.txt{end}",)
     assert notes("**/*") == (notes("*.txt")[0].replace("*.txt", "**/*"),)
     data = Data(source=f"{tmp_path}/*.txt", tokens=1_024)
@@ -478,6 +480,13 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
         assert notes(chosen) == ()
     shards("train-{n}.txt", 1)
     assert notes("*.txt") == ()
+    # Shards on the Hub have hashes.
+    for number in (0, 2):
+        shards(f"hub/train-{{n}}-{number}123456789abcdef.txt", number)
+    (note,) = notes("hub/*")
+    assert f"such as {tmp_path}/hub/train-00001-of-00003-*.txt; if" in note
+    shards("hub/train-{n}-fedcba9876543210.txt", 1)
+    assert notes("hub/*") == ()
     # Complete sets, numbers from 1, and names of another form.
     for name in ("a/one-{n}.txt", "a/x.{n}.jsonl"):
         shards(name, 1, 2, 3)

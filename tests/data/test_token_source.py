@@ -408,7 +408,7 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
         ("not a whole number of uint16 ids",),
     ),
     "32 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<u4"), ('dtype = "uint32"',)),
-    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("a.bin is not of uint16", 'dtype = "uint32"')),
+    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("a.bin is not of uint16", 'dtype = "int64"')),
     "empty": (lambda p: nanogpt(p / "a.bin", []), ("a.bin is empty",)),
     "large id": (lambda p: nanogpt(p / "a.bin", [*TEXTS, [320]]), ("token id 320", "0 to 319", "vocab_size")),
     "negative id": (lambda p: megatron(p / "a.bin", [*TEXTS, [-1]], code=4), ("token id -1",)),
