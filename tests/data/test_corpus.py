@@ -375,6 +375,15 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "a" / "lost+found").mkdir()  # which the root of a disk has, and only root can list
     (tmp_path / "a" / "lost+found" / "a.txt").write_text("no text")
     assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
+    (tmp_path / "a" / "mount").mkdir()
+    (tmp_path / "a" / "d").mkdir()
+    write(tmp_path / "a" / "d" / "a.txt", "a")
+    for matching in (pattern, f"{tmp_path}/a/*/*.txt", f"{tmp_path}/a/*/a.txt"):
+        note = f"data.source '{matching}': {tmp_path}/a/mount is empty; if a disk belongs there, mount it"
+        assert source_parts(DataSource(source=matching)).notes == (note,)
+    (tmp_path / "a" / "mount2").mkdir()
+    notes = prepare(Data(source=pattern, tokens=1_024), 300, tmp_path / ".cache").notes
+    assert notes[0].startswith(f"data.source '{pattern}': 2 folders are empty, such as {tmp_path}/a/mount; if a disk")
     (tmp_path / "disk").rename(tmp_path / "away")
     for missed in (pattern, f"{tmp_path.parent}/{tmp_path.name[:-1]}?/b/*.txt"):
         with pytest.raises(InputError, match=rf"b is a link to {tmp_path}/disk, which is missing \(is its disk moun"):
@@ -390,6 +399,34 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(InputError, match=rf"{tmp_path}/a cannot be read: Permission denied; make it readable"):
         opened(pattern)
+
+
+def test_files_that_leaven_writes_are_no_text(tmp_path: Path) -> None:
+    """A pattern such as **/*.jsonl also finds the folder of a run or check."""
+    (tmp_path / "run").mkdir()
+    for name, line in (
+        ("events", '{"event": "start", "device": "cpu", "text": "of a fingerprint", "time": 1}'),
+        ("metrics", '{"run": "a", "step": 1, "tokens": 1, "loss": 1, "grad_norm": 1}'),
+        ("runs", '{"key": "a", "loss": 1, "tokens": 1, "flops": 1}'),
+        ("x", '{"text": "a"}'),
+    ):
+        (tmp_path / "run" / f"{name}.jsonl").write_text(line)
+    (tmp_path / "metrics.jsonl").write_text('{"event": "of the user", "text": "a"}')
+    found = opened(f"{tmp_path}/**/*.[jt][sx]*").parts
+    assert [part.key for part in found] == ["metrics.jsonl", "run/x.jsonl"]
+
+
+def test_patterns_can_repeat_stars_and_go_up(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    (tmp_path / "g").mkdir()
+    write(tmp_path / "a" / "b" / "c" / "x.txt", "a text")
+    write(tmp_path / "g" / "x.txt", "another text")
+    for pattern, keys in (
+        ("a/**/**/*.txt", ["b/c/x.txt"]),
+        ("g*/../a/*/*/*.txt", ["g/../a/b/c/x.txt"]),
+        ("*/x.txt", ["g/x.txt"]),
+    ):
+        assert [part.key for part in opened(f"{tmp_path}/{pattern}").parts] == keys
 
 
 def test_a_file_that_is_found_twice_is_refused(tmp_path: Path) -> None:
@@ -431,7 +468,9 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
 
     shards("train-{n}.txt", 0, 2)
     line = f"data.source '{tmp_path}/*.txt': by the names of the others, files are missing, such as "
-    end = "; if a download was interrupted, repeat it, or name only the files that you want"
+    end = (
+        "; if a download was interrupted, repeat it, or name only the files that you want, such as train-0000[0-2]-*"
+    )
     assert notes("*.txt") == (f"{line}{tmp_path}/train-00001-of-00003.txt{end}",)
     assert notes("**/*") == (notes("*.txt")[0].replace("*.txt", "**/*"),)
     data = Data(source=f"{tmp_path}/*.txt", tokens=1_024)
@@ -441,6 +480,13 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
         assert notes(chosen) == ()
     shards("train-{n}.txt", 1)
     assert notes("*.txt") == ()
+    # Shards on the Hub have hashes.
+    for number in (0, 2):
+        shards(f"hub/train-{{n}}-{number}123456789abcdef.txt", number)
+    (note,) = notes("hub/*")
+    assert f"such as {tmp_path}/hub/train-00001-of-00003-*.txt; if" in note
+    shards("hub/train-{n}-fedcba9876543210.txt", 1)
+    assert notes("hub/*") == ()
     # Complete sets, numbers from 1, and names of another form.
     for name in ("a/one-{n}.txt", "a/x.{n}.jsonl"):
         shards(name, 1, 2, 3)
@@ -474,18 +520,29 @@ def test_a_shard_in_another_folder_of_the_source_is_not_missing(tmp_path: Path) 
     assert f"such as {tmp_path}/snapshots/abc/train-00002-of-00004.txt; if" in note
 
 
-def test_a_folder_or_pipe_with_the_name_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_folder_or_pipe_with_the_name_of_a_file_is_named(tmp_path: Path) -> None:
     """Spark writes a folder of parts under the name that it was given."""
-    (tmp_path / "x.jsonl").write_bytes(b"\n".join(good_lines(9)))
     (tmp_path / "y.jsonl").mkdir()
     (tmp_path / "y.jsonl" / "part-0.jsonl").write_bytes(b"\n".join(good_lines(9)))
-    with refused(f"{tmp_path}/y.jsonl matches data.source, but is not a file; give a pattern of files only"):
+    with refused(
+        f"matches no file, but {tmp_path}/y.jsonl; to read the files in a folder", f"'{tmp_path}/y.jsonl/*.*'"
+    ):
         opened(f"{tmp_path}/*.jsonl")
-    found = opened(f"{tmp_path}/**/*.jsonl").parts  # the files in the folder are read
-    assert [part.key for part in found] == ["x.jsonl", "y.jsonl/part-0.jsonl"]
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(good_lines(9)))
+
+    def notes(pattern: str) -> tuple[str, ...]:
+        return source_parts(DataSource(source=f"{tmp_path}/{pattern}")).notes
+
+    end = "and the pattern does not read them; to read the files in a folder, give a pattern such as"
+    end += f" '{tmp_path}/y.jsonl/*.*'"
+    line = f"data.source '{tmp_path}/*.jsonl':"
+    assert notes("*.jsonl") == (f"{line} {tmp_path}/y.jsonl is not a file, {end}",)
+    assert notes("**/*.jsonl") == ()  # the files in the folder are read
     os.mkfifo(tmp_path / "z.jsonl")
-    with refused(f"{tmp_path}/z.jsonl matches data.source, but is not a file"):
-        opened(f"{tmp_path}/**/*.jsonl")
+    assert notes("*.jsonl") == (f"{line} 2 paths are not files, such as {tmp_path}/y.jsonl, {end}",)
+    assert f"{tmp_path}/z.jsonl is not a file" in notes("**/*.jsonl")[0]
+    data = Data(source=f"{tmp_path}/*.jsonl", tokens=1_024)
+    assert prepare(data, 300, tmp_path / ".cache").notes == notes("*.jsonl")
 
 
 def test_a_file_written_just_now_is_read_again(

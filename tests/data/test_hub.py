@@ -156,6 +156,10 @@ def test_files_of_the_split_that_are_missing_by_the_names_of_others_are_named(tm
     assert notes("?split=test") == ()
     (folder / "train-00001-of-00003.jsonl").write_text(json.dumps({"text": "a text"}))
     assert notes() == ()
+    chosen = "configs:\n- config_name: default\n  data_files: train-0000[02]-*.jsonl\n"
+    (folder / "README.md").write_text(f"---\n{chosen}---\n")
+    assert source_parts(DataSource(source=f"hf://{folder}")).texts[0].size > 0
+    assert notes() == ()
 
 
 def test_an_arrow_file_with_zeros_at_its_end_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.test_tokens import write_corpus
+from tests.errors import refused
 
 from leaven.data import file_tokens, shards
 from leaven.data.corpus import Corpus
@@ -289,23 +290,50 @@ def test_a_log_of_shards_that_does_not_fit_the_text_is_rebuilt(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("end", [InputError("a file changed"), KeyboardInterrupt()])
 def test_shards_of_a_text_that_was_wrong_for_a_while_are_rebuilt(
-    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
 ) -> None:
-    """A file was edited, or read wrongly, while it was tokenised, and its size stayed the same."""
+    """A file was edited, or read wrongly, while it was tokenised, and its size stayed the same. A run that is stopped
+    does not reach the end of the file, where a change is noticed."""
     right = shards._batches
 
     def wrong(corpus: Corpus) -> Iterator[list[TextPiece]]:
         for batch in islice(right(corpus), 8):
             yield [piece._replace(text=piece.text.swapcase()) for piece in batch]
-        raise InputError("a file changed while it was read")
+        raise end
 
     monkeypatch.setattr(shards, "_batches", wrong)
-    with pytest.raises(InputError, match="changed while"):
+    with pytest.raises(type(end)):
         prepare(data, 300, tmp_path, processes=1)
     monkeypatch.setattr(shards, "_batches", right)
-    assert not (folder_in(tmp_path) / "shards.jsonl").exists()
+    log = folder_in(tmp_path) / "shards.jsonl"
+    assert len(log.read_text().splitlines()) > 2
+    found = prepare(data, 300, tmp_path, processes=1)
+    assert same(found, prepared)
+    assert found.notes == (f"{log} did not fit the text; it was rebuilt",)
+
+
+@pytest.mark.usefixtures("small")
+def test_finished_shards_are_kept_if_the_text_cannot_be_read_for_a_while(
+    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files on a network disk may be away for a moment."""
+    right = shards._batches
+
+    def interrupted(corpus: Corpus) -> Iterator[list[TextPiece]]:
+        yield from islice(right(corpus), 8)
+        raise InputError("a file is missing")
+
+    monkeypatch.setattr(shards, "_batches", interrupted)
+    with refused("is missing"):
+        prepare(data, 300, tmp_path, processes=1)
+    monkeypatch.setattr(shards, "_batches", right)
+    log = folder_in(tmp_path) / "shards.jsonl"
+    finished = log.read_text()
+    assert len(finished.splitlines()) > 2
     assert same(prepare(data, 300, tmp_path, processes=1), prepared)
+    assert log.read_text().startswith(finished)
 
 
 def nested(path: Path) -> None:

@@ -233,14 +233,28 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
     (tmp_path / "sets").symlink_to(tmp_path)
     with refused("/set:train (for training)", f"sets/set:train (for validation) {same}"):
         prepare(one(set_, validation=f"hf://{tmp_path}/sets/set"))
-    twice = prepare([*one(f"{tmp_path}/train*.bin"), *one(f"{tmp_path}/copy.bin")])  # the same part is held out
-    assert len(twice.sources) == 2
+    for again in ("copy.bin", "link.bin"):  # the same part is held out
+        assert len(prepare([*one(f"{tmp_path}/train*.bin"), *one(f"{tmp_path}/{again}")]).sources) == 2
     for name, texts in (("a", TEXTS), ("b", TEXTS[:7])):  # files without ids have none in common
         (tmp_path / name).mkdir()
         numpy_file(tmp_path / name / "ids.npy", texts)
         numpy_file(tmp_path / name / "none.npy", [])
     found = prepare(one(f"{tmp_path}/a/*.npy", validation=f"{tmp_path}/b/*.npy"))
     assert found.validation[:].tolist() == flat(TEXTS[:7])
+
+
+def test_sources_can_share_validation_and_files_that_all_of_them_train_on(tmp_path: Path, prepare: Any) -> None:
+    a, b, val = (
+        nanogpt(tmp_path / f"{name}.bin", texts)
+        for name, texts in (("a", TEXTS[:9]), ("b", TEXTS[9:30]), ("val", TEXTS[30:]))
+    )
+    both = [{"source": a, "validation": val}, {"source": b, "validation": val}]
+    assert [part.validation[:].tolist() for part in prepare(both).sources] == [flat(TEXTS[30:])] * 2
+    both[1]["source"] = f"{tmp_path}/[ab].bin"
+    assert prepare(both).sources[1].train[:].tolist() == flat(TEXTS[:30])
+    both[1]["validation"] = a
+    with refused("a.bin is found twice, by data.source", "and validation of"):
+        prepare(both)
 
 
 def test_a_file_that_is_found_twice_is_refused(tmp_path: Path, prepare: Any) -> None:
@@ -394,7 +408,7 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
         ("not a whole number of uint16 ids",),
     ),
     "32 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<u4"), ('dtype = "uint32"',)),
-    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("a.bin is not of uint16", 'dtype = "uint32"')),
+    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("a.bin is not of uint16", 'dtype = "int64"')),
     "empty": (lambda p: nanogpt(p / "a.bin", []), ("a.bin is empty",)),
     "large id": (lambda p: nanogpt(p / "a.bin", [*TEXTS, [320]]), ("token id 320", "0 to 319", "vocab_size")),
     "negative id": (lambda p: megatron(p / "a.bin", [*TEXTS, [-1]], code=4), ("token id -1",)),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.errors import refused
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from leaven.data.corpus import Corpus, Meter, TextDocument, open_corpora
 from leaven.data.tokenizer import END_OF_TEXT, LONGEST_WORD, pieces, training_sample
@@ -176,17 +176,22 @@ def test_a_given_tokenizer_is_used_without_truncation_or_padding(tmp_path: Path)
 
 
 def test_a_tokenizer_without_tokens_for_all_bytes_is_named(tmp_path: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     some = Tokenizer(models.BPE({"a": 0, "b": 1, "Ġ": 2, END_OF_TEXT: 3}, []))
     some.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fallback = {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: 256, "<unk>": 257}
     with_bytes = Tokenizer(models.BPE(fallback, [], unk_token="<unk>", byte_fallback=True))
     some.save(str(tmp_path / "some.json"))
     with_bytes.save(str(tmp_path / "bytes.json"))
+    normalized = Tokenizer(models.BPE({byte: id for id, byte in enumerate([END_OF_TEXT, *alphabet])}, []))
+    normalized.normalizer = normalizers.ByteLevel()
+    normalized.save(str(tmp_path / "normalized.json"))
     (tmp_path / "a.txt").write_text("word5 хлеб\n" * 200)
     for tokenizer, named in (
         (word_tokenizer(tmp_path / "words.json", 99), True),
         (tmp_path / "some.json", True),
         (tmp_path / "bytes.json", False),
+        (tmp_path / "normalized.json", False),
         ("bpe", False),
     ):
         for _ in range(2):  # the second time, the tokens are in the cache

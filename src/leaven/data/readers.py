@@ -2,12 +2,12 @@
 
 import io
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ SETTLED_NS = 2 * 10**9
 
 _ROWS = 256  # rows whose texts are decoded at a time
 
-# The set, number, count and ending of names such as train-00002-of-00003.parquet.
-_SHARD = re.compile(r"(.*[-._])(\d{5,6})-of-(\d{5,6})(\..+)", re.DOTALL)
+# The set, number, count, hash and ending of names such as train-00002-of-00003.parquet. Shards that `datasets` has
+# uploaded to the Hub have a hash, as in train-00002-of-00003-0123456789abcdef.parquet.
+_SHARD = re.compile(r"(.*[-._])(\d{5,6})-of-(\d{5,6})(-[0-9a-f]{16})?(\..+)", re.DOTALL)
 
 FileStamp = list[int | str]
 """A value that changes when the content of a file changes."""
@@ -47,29 +48,42 @@ def file_stamp(path: Path) -> FileStamp | None:
 def missing_shards(source: str, files: Iterable[Path], pattern: str = "*") -> Iterator[str]:
     """Yield a note if files are missing, according to names such as train-00002-of-00003.parquet.
 
-    Names that differ only in the number are one set, also in several folders. But if two folders have the same
-    number, each folder has a set of its own. Numbers begin at 0, or at 1 if the file with the last number exists.
-    Files whose names ``pattern`` does not match are not missing, because a user may want only some of the files.
+    Names that differ only in the number (and in the hash after it) are one set, also in several folders. But if two
+    folders have the same number, each folder has a set of its own. Numbers begin at 0, or at 1 if the file with the
+    last number exists. A file is not missing if ``pattern`` does not match its name, or if it exists but is none of
+    ``files``, because a user may want only some of the files.
     """
-    folders: dict[tuple[str, str, str], dict[Path, set[int]]] = {}
+    sets: dict[tuple[str, str, str, str], dict[Path, set[int]]] = {}
     for path in files:
-        if name := _SHARD.fullmatch(path.name):
-            before, number, count, ending = name.groups()
-            folders.setdefault((before, count, ending), {}).setdefault(path.parent, set()).add(int(number))
+        if match := _SHARD.fullmatch(path.name):
+            before, number, count, hash, ending = match.groups()
+            key = (before, count, "-*" if hash else "", ending)
+            sets.setdefault(key, {}).setdefault(path.parent, set()).add(int(number))
     missing = []
-    for (before, count, ending), found in folders.items():
-        together = set[int]().union(*found.values())
-        spread = len(found) > 1 and len(together) == sum(map(len, found.values()))
-        for folder, numbers in {Path(): together}.items() if spread else found.items():
+    for (before, count, hash, ending), folders in sets.items():
+        together = set[int]().union(*folders.values())
+        spread = len(folders) > 1 and len(together) == sum(map(len, folders.values()))
+        for folder, numbers in {Path(): together}.items() if spread else folders.items():
             first = int(int(count) in numbers)
             away = (number for number in range(first, first + int(count)) if number not in numbers)
-            names = (f"{before}{number:0{len(count)}}-of-{count}{ending}" for number in away)
-            missing += [str(folder / name) for name in islice((name for name in names if fnmatch(name, pattern)), 1)]
+            names = (f"{before}{number:0{len(count)}}-of-{count}{hash}{ending}" for number in away)
+            present: set[str] = set()
+            for name in (name for name in names if fnmatch(name, pattern)):
+                present = present or _shards_in(folders if spread else [folder])
+                if name not in present:
+                    missing.append(str(folder / name))
+                    break
     if missing:
         yield (
             f"data.source {source!r}: by the names of the others, files are missing, such as {missing[0]}; if a "
-            "download was interrupted, repeat it, or name only the files that you want"
+            "download was interrupted, repeat it, or name only the files that you want, such as train-0000[0-2]-*"
         )
+
+
+def _shards_in(folders: Iterable[Path]) -> set[str]:
+    """Return the names of all files in ``folders``, with "*" for the hash of a shard."""
+    names = (name for folder in folders if folder.is_dir() for name in os.listdir(folder))
+    return {_SHARD.sub(lambda m: f"{m[1]}{m[2]}-of-{m[3]}{'-*' if m[4] else ''}{m[5]}", name) for name in names}
 
 
 class TextRow(NamedTuple):

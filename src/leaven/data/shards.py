@@ -28,7 +28,6 @@ from leaven.data.pool import PieceBatch, encode_in_order
 from leaven.data.stream import Tokens
 from leaven.data.tokenizer import Encoder, pieces
 from leaven.documents import digest_of
-from leaven.errors import InputError
 
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
@@ -36,6 +35,7 @@ SHARD_BATCHES = 32
 BLOCKS = "blocks"  # key of the checksums of blocks
 COUNTS = ("tokens", "documents", "bytes")  # keys of the counts of a file
 DIGEST = "digest"  # key of the hash of all other keys of an index
+TEXT = "text"  # key of the hash of a shard's text in shards.jsonl
 ADVICE = "remove it and run the same command again, which writes it again from the text"
 
 
@@ -163,10 +163,13 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     """Write missing and damaged shards, then the index. Write all shards if existing shards do not fit the
     text. Return why each file was rebuilt, such as "was missing". The caller must hold the folder's lock."""
     records: dict[int, ShardRecord] = {}
+    known: dict[int, Any] = {}  # hash of the text from which each finished shard was made
+    texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard
     log = folder / "shards.jsonl"
     for entry in storage.read_json_lines(log).documents:
         with suppress(KeyError, TypeError, ValueError):
-            records[operator.index(entry["shard"])] = _record(entry, encoder.dtype)
+            shard = operator.index(entry["shard"])
+            known[shard], records[shard] = entry[TEXT], _record(entry, encoder.dtype)
     damage: dict[Path, str] = {}
     for shard, record in list(records.items()):
         if found := _damage(folder, shard, record, encoder.dtype):
@@ -177,16 +180,15 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         remains.unlink(missing_ok=True)
 
     def missing() -> Iterator[tuple[int, PieceBatch]]:
-        try:
-            for number, batch in enumerate(_batches(corpus)):
-                shard = number // SHARD_BATCHES
-                if shard in records:
-                    meter.advance(sum(len(piece.text.encode()) for piece in batch))
-                else:
-                    yield shard, batch
-        except InputError:  # the text has changed since it was surveyed, so finished shards may have another text
-            log.unlink(missing_ok=True)
-            raise
+        for number, batch in enumerate(_batches(corpus)):
+            shard = number // SHARD_BATCHES
+            text = texts.setdefault(shard, blake2b(digest_size=16))
+            for piece in batch:
+                text.update(b"%d%d%d:%s" % (piece.validation, piece.last, len(piece.text), piece.text.encode()))
+            if shard in records:
+                meter.advance(sum(len(piece.text.encode()) for piece in batch))
+            else:
+                yield shard, batch
 
     with closing(encode_in_order(encoder, missing(), corpus.n_bytes, processes)) as results:
         for shard, done in groupby(results, key=lambda result: result[0]):
@@ -208,9 +210,12 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                         )
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
-            storage.append_json(log, {"shard": shard} | _entry(records[shard]))
+            known[shard] = texts[shard].hexdigest()
+            storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]))
     ordered = [records[shard] for shard in sorted(records)]
-    if log_used and not _has_all(ordered, corpus):  # write all shards again
+    # Shards of an earlier build that was stopped have another text if a source file changed meanwhile.
+    other = any(known[shard] != text.hexdigest() for shard, text in texts.items())
+    if log_used and (other or not _has_all(ordered, corpus)):  # write all shards again
         log.unlink()
         return damage | {log: "did not fit the text"} | _build(folder, corpus, encoder, meter, processes)
     index = {

@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,12 @@ from leaven.recipe.data import DataSource
 # are tables, which are easy to predict and would be half of the validation text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
+# Files in the folder of a run or check, with keys of their first lines.
+_KEYS_OF_LEAVEN = {
+    "events.jsonl": {"event", "time"},
+    "metrics.jsonl": {"step", "tokens", "loss", "grad_norm"},
+    "runs.jsonl": {"key", "loss", "flops"},
+}
 OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # system folders of a disk
 
 SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
@@ -35,6 +42,9 @@ TokenPart = TokenFile | HubTokens
 """A file, or a split of a data set."""
 
 
+_VALIDATION = "for validation"
+
+
 class SourceParts(NamedTuple):
     """The parts of a source: files, or one split of a data set. A source has either text or token ids."""
 
@@ -42,6 +52,26 @@ class SourceParts(NamedTuple):
     ids: tuple[TokenPart, ...] = ()
     validation: tuple[TokenPart, ...] = ()  # parts of the validation set, which the source's key ``validation`` names
     notes: tuple[str, ...] = ()  # lines about missing files and files that are not read
+
+
+class _NotRead(NamedTuple):
+    """Paths that a pattern finds, but that have nothing to read."""
+
+    empty: set[Path]  # empty folders; a disk that belongs there may not be mounted
+    other: set[Path]  # folders and pipes whose names match the pattern, which is for files
+
+    def notes(self, source: str) -> Iterator[str]:
+        if self.empty:
+            first, count = min(self.empty), len(self.empty)
+            what = f"{first} is empty" if count == 1 else f"{count:,} folders are empty, such as {first}"
+            yield f"data.source {source!r}: {what}; if a disk belongs there, mount it"
+        if self.other:
+            first, count = min(self.other), len(self.other)
+            what = f"{first} is not a file" if count == 1 else f"{count:,} paths are not files, such as {first}"
+            yield (
+                f"data.source {source!r}: {what}, and the pattern does not read them; to read the files in a folder, "
+                f"give a pattern such as '{first}/*.*'"
+            )
 
 
 def source_parts(source: DataSource) -> SourceParts:
@@ -53,7 +83,7 @@ def source_parts(source: DataSource) -> SourceParts:
     - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
 
     The key of a file is its path below the last folder before the first wildcard. For example, the pattern
-    ``/a/*/*.txt`` gives the file ``/a/b/c.txt`` the key ``b/c.txt``. A pattern must match files only.
+    ``/a/*/*.txt`` gives the file ``/a/b/c.txt`` the key ``b/c.txt``.
 
     Raises:
         InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
@@ -75,9 +105,11 @@ def _parts(source: DataSource) -> SourceParts:
         split = open_split(source.source, source.text)
         parts = SourceParts(notes=_lines(split.notes))
         return parts._replace(ids=(split,)) if isinstance(split, HubTokens) else parts._replace(texts=(split,))
-    found = _files(source.source)
+    not_read = _NotRead(set(), set())
+    found = _files(source.source, not_read)
     last = storage.expanded(source.source).name  # a name, or a pattern of the names of files
-    notes = _lines(missing_shards(source.source, [path for _, path in found], last))
+    missing = missing_shards(source.source, [path for _, path in found], last)
+    notes = _lines([*not_read.notes(source.source), *missing])
     if found[0][1].suffix in TOKEN_SUFFIXES:
         return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found), notes=notes)
     return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found), notes=notes)
@@ -87,25 +119,45 @@ def _lines(notes: Iterable[str]) -> tuple[str, ...]:
     return tuple(note.encode(errors="replace").decode() for note in notes)  # a file name can be invalid UTF-8
 
 
+def uses(parts: SourceParts) -> Iterator[tuple[TextPart | TokenPart, str]]:
+    """Yield each part of a source with its use."""
+    for text in parts.texts:
+        yield text, "for training and validation"
+    for part in parts.ids:
+        yield part, "for training" if parts.validation else "a part of it for validation"
+    for part in parts.validation:
+        yield part, _VALIDATION
+
+
 def refuse_repeated_files(sources: Mapping[str, SourceParts]) -> None:
     """Raise InputError if a file is found twice, for example through a link, by one source or by two.
 
-    A document could otherwise be used for both training and validation. Hard links are different files, because some
-    tools use them for different documents with equal content.
+    A document could otherwise be used for both training and validation. Two sources may share a file of token ids if
+    both have the same use for it, such as validation. Hard links are different files, because some tools use them for
+    different documents with equal content.
     """
-    found: dict[Path, tuple[Path, str]] = {}
+    found: dict[Path, tuple[Path, str, str]] = {}  # path, source and use of each file
     for source, parts in sources.items():
-        users = {f"data.source {source!r}": (*parts.texts, *parts.ids), f"validation of {source!r}": parts.validation}
-        for user, some in users.items():
-            files = [part.path for part in some if isinstance(part, File | TokenFile)]
-            for path in [] if source == "python-stdlib" else files:
-                if (real := path.resolve()) in found:
-                    other, by = found[real]
-                    what = f"{other} is found twice" if path == other else f"{other} and {path} are the same file"
-                    who = " and ".join(dict.fromkeys([by, user]))
-                    message = f"{what}, by {who}; change the patterns so that each file is found once"
-                    raise InputError(message.encode(errors="replace").decode())
-                found[real] = path, user
+        own = set()  # files of this source
+        for part, use in uses(parts):
+            if source == "python-stdlib" or not isinstance(part, File | TokenFile):
+                continue
+            real = part.path.resolve()
+            other, by, use_there = found.setdefault(real, (part.path, source, use))
+            if real in own or (by != source and (parts.texts or use != use_there)):
+                what = (
+                    f"{other} is found twice" if part.path == other else f"{other} and {part.path} are the same file"
+                )
+                who = dict.fromkeys(
+                    f"{'validation of' if use == _VALIDATION else 'data.source'} {source!r}"
+                    for source, use in ((by, use_there), (source, use))
+                )
+                message = (
+                    f"{what}, by {' and '.join(who)}; change the patterns so that each file is found once, for "
+                    "example v1/*.jsonl instead of */*.jsonl if the folder latest is a link to v1"
+                )
+                raise InputError(message.encode(errors="replace").decode())
+            own.add(real)
 
 
 def estimated_tokens(source: DataSource) -> int | None:
@@ -140,8 +192,8 @@ def opened(part: TokenPart) -> MappedTokens:
         raise InputError(f"{part.name} {error}".encode(errors="replace").decode()) from None
 
 
-def _files(source: str) -> list[tuple[str, Path]]:
-    """Return (key, path) of each file of a source, sorted by key."""
+def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
+    """Return (key, path) of each file of a source, sorted by key. Add to ``not_read`` what has nothing to read."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":
@@ -159,13 +211,19 @@ def _files(source: str) -> list[tuple[str, Path]]:
         root = Path(*path.parts[:fixed])
         pattern = path.parts[fixed:]
         try:
-            paths = set(_matches(root, pattern)) if pattern and root.is_dir() else set[Path]()
+            paths = set(_matches(root, pattern, not_read)) if pattern and root.is_dir() else set[Path]()
         except OSError as error:
             raise InputError(
                 f"data.source {source!r}: {error.filename} cannot be read: {error.strerror}; make it readable, or "
                 "give a pattern without it"
             ) from None
-        found = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+        found = sorted((path.relative_to(root).as_posix(), path) for path in paths if not _is_of_leaven(path))
+    if not found and not_read.other:
+        first = min(not_read.other)
+        raise InputError(
+            f"data.source {source!r} matches no file, but {first}; to read the files in a folder, give a pattern "
+            f"such as '{first}/*.*'"
+        )
     if not found:
         raise InputError(
             f"data.source {source!r} matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset, or a "
@@ -182,37 +240,55 @@ def _files(source: str) -> list[tuple[str, Path]]:
     return found
 
 
-def _matches(folder: Path, pattern: Sequence[str], above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+def _matches(
+    folder: Path, pattern: Sequence[str], not_read: _NotRead, above: frozenset[Path] = frozenset()
+) -> Iterator[Path]:
     """Yield the files below ``folder`` that match ``pattern``, a glob split at slashes, such as ("**", "*.txt").
 
-    Unlike glob, raise OSError if a folder cannot be read, and InputError if a link has no target or something else
-    than a file matches. Folders below "**" are not matched themselves, because their files are.
+    Unlike glob, raise OSError if a folder cannot be read, and InputError if a link has no target.
 
     Args:
+        not_read: receives empty folders, and folders and pipes that match. Folders below a last "**" do not match,
+            because the files in them do.
         above: folders that "**" has entered. They are not entered again, so a link to a parent folder does no harm.
     """
     name, rest = pattern[0], pattern[1:]
     recursive = name == "**"
+    while recursive and rest[:1] == ("**",):
+        rest = rest[1:]
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.name not in OF_DISKS]
+    if not names:
+        not_read.empty.add(folder)
     if recursive:
         if (real := folder.resolve()) in above:
             return
         above |= {real}
-        yield from _matches(folder, rest or ("*",), above)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            hidden = entry.name.startswith(".") and not name.startswith(".")
-            if hidden or entry.name in OF_DISKS or not (recursive or fnmatch(entry.name, name)):
-                continue
-            path = folder / entry.name
-            if not recursive:
-                storage.require_target(path, "remove the link, or give a pattern without it in data.source")
-            if recursive or rest:
-                if entry.is_dir():
-                    yield from _matches(path, pattern if recursive else rest, above)
-            elif entry.is_file():
-                yield path
-            elif not (above and entry.is_dir()):
-                raise InputError(f"{path} matches data.source, but is not a file; give a pattern of files only")
+        yield from _matches(folder, rest or ("*",), not_read, above)
+        names = [found for found in names if not found.startswith(".")]
+    elif _MAGIC & set(name):
+        names = [found for found in names if fnmatch(found, name) and not (found[0] == "." != name[0])]
+    else:  # scandir does not list "..", and a disk may ignore the case of names
+        names = [name]
+    for path in (folder / found for found in names):
+        if not recursive:
+            storage.require_target(path, "remove the link, or give a pattern without it in data.source")
+        if recursive or rest:
+            if path.is_dir():
+                yield from _matches(path, pattern if recursive else rest, not_read, above)
+        elif path.is_file():
+            yield path
+        elif path.exists() and not (above and path.is_dir()):
+            not_read.other.add(path)
+
+
+def _is_of_leaven(path: Path) -> bool:
+    """Return whether leaven may have written a file, by its name and the keys of its first line."""
+    if path.name not in _KEYS_OF_LEAVEN:
+        return False
+    with suppress(OSError), storage.open_file(path) as file:
+        return (storage.json_object(file.readline(2**20)) or {}).keys() >= _KEYS_OF_LEAVEN[path.name]
+    return False
 
 
 def _standard_library() -> list[tuple[str, Path]]:

@@ -120,9 +120,12 @@ class TokenFile:
                 f"has {size:,} bytes, not a whole number of {dtype.name} ids; copy it again, or give its own dtype"
             )
         ids = _tokens(self.path, dtype)
-        start = ids[:_CHECKED_IDS]
-        if dtype.itemsize < 8 and len(start) > 1 and start.any() and not start[1::2].any():
-            wider = {1: "uint16", 2: "uint32", 4: "int64"}[dtype.itemsize]
+        # If 32-bit ids are read as 16-bit numbers, every second number is 0; for 64-bit ids, three of four are 0.
+        start, size = ids[:_CHECKED_IDS], dtype.itemsize
+        while size < 8 and len(start) > 1 and not start[1::2].any() and start.any():
+            start, size = start[::2], 2 * size
+        if size > dtype.itemsize:
+            wider = {2: "uint16", 4: "uint32", 8: "int64"}[size]
             raise BrokenFile(
                 f"is not of {dtype.name}: if it is read as {dtype.name}, every second id is 0; "
                 f'write source = [{{ source = ..., dtype = "{wider}" }}]'

@@ -17,7 +17,7 @@ from leaven import storage
 from leaven.data.corpus import VALIDATION_SHARE, Meter, OnProgress, cached_surveys, surveys_file
 from leaven.data.file_tokens import ArrayTokens, BlockChecksums, FileTokens, checksums_fit, checksums_size
 from leaven.data.shards import ShardedTokens, Shards
-from leaven.data.sources import SourceParts, TokenPart, opened
+from leaven.data.sources import SourceParts, TokenPart, opened, uses
 from leaven.data.stream import Tokens
 from leaven.data.token_files import MappedTokens
 from leaven.errors import InputError
@@ -71,25 +71,17 @@ class DocumentTokens:
         return np.insert(ids, self._ends[first:last] - (start - first), self._end_of_text)
 
 
-def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
-    """Yield each part of a source with its use."""
-    for part in parts.ids:
-        yield part, "for training" if parts.validation else "a part of it for validation"
-    for part in parts.validation:
-        yield part, "for validation"
-
-
-def refuse_two_uses(used: Iterable[tuple[str, TokenPart, str]]) -> None:
+def refuse_two_uses(used: Iterable[tuple[str, str, str]]) -> None:
     """Raise InputError if the same token ids have two uses, such as training and validation (see :func:`uses`).
 
-    ``used``: (digest of the ids, part, use) of each part.
+    ``used``: (digest of the ids, name, use) of each part.
     """
-    first: dict[str, tuple[TokenPart, str]] = {}
-    for digest, part, use in used:
-        other, before = first.setdefault(digest, (part, use))
+    first: dict[str, tuple[str, str]] = {}
+    for digest, name, use in used:
+        other, before = first.setdefault(digest, (name, use))
         if use != before:
             raise InputError(
-                f"{other.name} ({before}) and {part.name} ({use}) have the same token ids, and leaven would validate "
+                f"{other} ({before}) and {name} ({use}) have the same token ids, and leaven would validate "
                 "on tokens that it trains on; give other files, or the same validation in both sources"
             )
 
@@ -127,7 +119,7 @@ class TokenReader:
                 known += zip(others.parts, others.digests, strict=True)
             read.append((ids, others))
             both = zip(uses(parts), known, strict=True)
-            used += [(digest, part, use) for (part, use), (mapped, digest) in both if len(mapped)]
+            used += [(digest, part.name, use) for (part, use), (mapped, digest) in both if len(mapped)]
         refuse_two_uses(used)
         return [self._shards(ids, others) for ids, others in read]
 

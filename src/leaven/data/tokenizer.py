@@ -77,7 +77,7 @@ class Encoder:
     def has_all_bytes(self) -> bool:
         """Return whether the tokenizer has a token for each byte, and so tokens for any text."""
         document, vocabulary = json.loads(self.tokenizer.to_str()), self.tokenizer.get_vocab()
-        if "ByteLevel" in json.dumps(document["pre_tokenizer"]):
+        if "ByteLevel" in json.dumps([document["normalizer"], document["pre_tokenizer"]]):
             return vocabulary.keys() >= set(_library().pre_tokenizers.ByteLevel.alphabet())
         each = {f"<0x{byte:02X}>" for byte in range(256)}
         return bool(document["model"].get("byte_fallback")) and vocabulary.keys() >= each

@@ -33,5 +33,8 @@ def parse_price(text: str) -> Price:
     """Parse the price of one GPU-hour: ``2.5``, ``$2.50`` or ``2.2 EUR``. Raise InputError for other text."""
     match = _PRICE.fullmatch(text)
     if match is None or (match[1] and match[3]):
-        raise InputError(f"--price {text}: not a price per GPU-hour; write for example 2.50 or $2.50")
+        raise InputError(
+            f"--price {text}: not a price per GPU-hour; give a number, and a currency as a sign or three "
+            "capital letters: 2.50, $2.50 or 2.50 EUR"
+        )
     return Price(amount=float(match[2]), currency=match[1] or match[3])
