@@ -65,7 +65,9 @@ def published_range(plan: PlanDocument) -> list[str]:
     instead = "leaven plan RECIPE --measure on such a device replaces this"
     if not rows:
         return [f"not known: no published run on {plan.cluster.rpartition('x')[2]} was compared", instead]
-    low, high = (duration(step * edge + waiting) for edge in (min(row.low for row in rows), max(row.high for row in rows)))
+    low, high = (
+        duration(step * edge + waiting) for edge in (min(row.low for row in rows), max(row.high for row in rows))
+    )
     most = sorted(rows, key=lambda row: -row.rows)[:3]
     codes = [f"x{row.low:.2f} to x{row.high:.2f} of the planned time: {row.code} ({row.rows} rows)" for row in most]
     return [f"{low} to {high} a step, as published runs on {device} boards", *codes, instead]
