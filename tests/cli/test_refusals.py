@@ -151,7 +151,7 @@ REFUSED = {
     "import config . --from torchtitan": ".: this is a folder; give torchtitan's TOML or JSON file",
     "import config /absent --from megatron": "/absent: no such file",
     "import config /absent --from transformers": "/absent: no such file",
-    "import config plain.toml --from megatron": "--flag",
+    "import config plain.toml --from megatron": "--num-layers",
     "import config plain.toml --from transformers": "JSON",
     "import config plain.toml --from megatron -o tiny.toml": "exists; give another name",
     "export weights . OUT": "holds no recipe.toml",

@@ -293,7 +293,7 @@ def test_a_damaged_file_of_token_ids_leaves_no_run(leaven: Verb, tiny_file: Path
     code, out, err = leaven(*train)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {source} has ")
-    assert "ids.idx describes" in err
+    assert "has an index ids.idx that does not fit it" in err
     assert not (tmp_path / "run").exists()
     megatron(source, documents())
     code, out, err = leaven(*train)

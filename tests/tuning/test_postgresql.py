@@ -143,7 +143,7 @@ def test_a_database_that_may_not_be_written(server: Server) -> None:
         open_store(url.replace("leaven@", "guest@")).set_study_user_attr(study, "a", 1)
     read_only = "ALTER DATABASE unwritable {} default_transaction_read_only".format
     server.execute("postgres", read_only("SET") + " = on")  # of new connections
-    store = open_store(url, lambda _: server.execute("postgres", read_only("RESET")))
+    store = open_store(url, lambda *_: server.execute("postgres", read_only("RESET")))
     store.set_study_user_attr(study, "a", 1)
     assert store.get_study_user_attrs(study) == {"a": 1}
 

@@ -243,8 +243,10 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     if accelerator.name == "cpu":  # there, the host computes
         return time
     passes = 4 / 3 if layout.recompute == "full" else 1  # recomputation issues the forward pass again
-    filled = m + (p - 1) / layout.stages_per_rank  # while the pipeline fills and drains, ranks wait for the host, too
-    issuing = most * (filled * passes * code.host_pass + code.host_step)
+    # While a pipeline fills and drains, ranks wait for the hosts of others. Its schedule, sends and receives are
+    # assumed to take a host as long as the passes of a block; this was not measured.
+    filled, sent = m + (p - 1) / layout.stages_per_rank, layout.stages_per_rank if p > 1 else 0
+    issuing = (most + sent) * filled * passes * code.host_pass + most * code.host_step
     return replace(time, host=max(0.0, issuing - time.step))
 
 

@@ -405,9 +405,10 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str,
 
 def _missing_step(run: RunFolder) -> Iterator[tuple[str, str]]:
     """Yield (file name, "step 5 is missing") for the first missing step before the last one in metrics.jsonl. This
-    also finds missing lines that no digest covers."""
+    also finds missing lines that no digest covers. Damaged lines have a message of their own."""
     with suppress(InputError):  # changed_since reports a file that cannot be read
-        for due, line in enumerate(run.metrics(), start=1):
+        read = run.read_metrics()
+        for due, line in enumerate([] if read.damaged else read.documents, start=1):
             if line["step"] != due:
                 yield run.metrics_file.name, f"step {due:,} is missing"
                 return
