@@ -797,9 +797,10 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
     found = read_losses(source, lines, complete=True)
     assert found[:2] == ((1, 3.0), (2, 2.5))
     assert math.isnan(found[2][1])
-    lines.write_text('{"val": "three"}\n')
-    with pytest.raises(InputError, match="val is 'three', not a number; set loss.key"):
-        read_losses(source, lines, complete=True)
+    for wrong, shown in (('"three"', "'three'"), ("false", "False"), ('"2_5"', "'2_5'")):
+        lines.write_text(f'{{"val": {wrong}}}\n')
+        with pytest.raises(InputError, match=f"val is {shown}, not a number; set loss.key"):
+            read_losses(source, lines, complete=True)
 
 
 @pytest.mark.parametrize(

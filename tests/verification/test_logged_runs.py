@@ -443,7 +443,7 @@ def test_runs_with_other_numbers_of_steps_are_seeds(tmp_path: Path) -> None:
     assert transfer_of_runs(write(tmp_path / "runs.csv", without("lr")(swept)), "step").passed
 
 
-@pytest.mark.parametrize("state", ["crashed", "PRUNED", "FAIL", "TIMEOUT", "CANCELLED by 1000", "preempting"])
+@pytest.mark.parametrize("state", ["crashed", "PRUNED", "FAIL", "ERROR", "CANCELLED by 1000", "preempting"])
 def test_runs_that_have_not_finished_are_refused(tmp_path: Path, state: str) -> None:
     runs: list[Row] = [run | {"State": "COMPLETE"} for run in rows({64: -6.0, 128: -6.0}, 1e-3)]
     file = write(tmp_path / "runs.csv", [runs[0] | {"State": state}, *runs[1:]])
@@ -452,6 +452,10 @@ def test_runs_that_have_not_finished_are_refused(tmp_path: Path, state: str) -> 
     ):
         transfer_of_runs(file)
     transfer_of_runs(write(file, [runs[0] | {"State": state, "loss": "nan"}, *runs[1:]]))
+    with pytest.raises(InputError, match="row 1: the status of this run is"):
+        transfer_of_runs(
+            write(file, [runs[0] | {"Status": state}, *(run | {"Status": "FINISHED"} for run in runs[1:])])
+        )
 
 
 def test_a_copied_folder_of_tensorboard_is_no_second_seed(tmp_path: Path) -> None:
@@ -576,7 +580,7 @@ NAMES: dict[str, dict[str, float] | None] = {
     **dict.fromkeys(
         (
             "width1_024", "width1_024-lr1", "lr0.002_001", "lr4e-3_20240501", "lr3e-4b512", "tokens1b5", "lr2p5",
-            "lr-8-7", "log2lr-8", "log2-lr-8", "log-lr-8", "log_lr-8",
+            "lr-8-7", "log2lr-8", "loglr-8", "lnlr-8", "log2-lr-8", "log-lr-8", "log_lr-8",
              "ln_lr-6,ln-lr6", "log10.lr-3", "beta2_0.95", "20240501",
             "0.5b", "run1-2024", "Nov30_15-05-34_host", "1796051149.26", "v1.2.3", "lr=-3", "lr=0.1x",
             "tokens100mtok", "optim=adam8bit,lr=1", "0.5.width=64", "lr.0.001", "width64_lr0.001_beta2_0.95",

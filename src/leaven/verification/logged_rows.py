@@ -37,7 +37,7 @@ _NAME = r"[a-z]+(?:_[a-z]+)*"
 # A part of a folder's name: a number after its name, as in lr=0.004, lr0.004, lr-0.004 or optim.lr=0.004, a word
 # after its name, as in optim=adam, or a name alone. Only before =, a name may have digits, as in beta2=0.95.
 _PART = re.compile(rf"(?:{_NAME}\.)*(?:({_NAME})[=_-]?{_NUMBER}|(\w+)={_NUMBER}|{_NAME}(?:={_NAME})?)(?:[-_,. ]+|$)")
-_LOGARITHMS = re.compile(r"(?<![a-z])(log|ln)(?![a-z])")  # log2-lr-8 has no lr
+_LOGARITHMS = re.compile(r"(?<![a-z])(log|ln)((?![a-z])|[a-z_]+-\d)")  # log2-lr-8 and loglr-8 have no lr
 # The name of a size, such as 50m. d24e4 has two numbers, and no exponent.
 _SIZE = re.compile(rf"[^\d]*?(?!(?<=[a-z])[\d.]+e[+-]?\d){_NUMBER}[^\d]*")
 WANDB_FOLDER = re.compile(r"(offline-)?run-\d{8}_\d{6}-\w+")

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import astuple
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,14 @@ CURVE_COLUMNS = {"width", "depth", "batch", "seed"}  # columns that distinguish 
 PROGRESS = re.compile(
     r"(train(er)?[/_.])?_?(global_?|train_?|training_|num_)?(step|iter|iteration|epoch|update)s?(_num)?"
     r"|it|batch_idx|_runtime"
-    r"|((consumed|seen|processed)_(train_)?)(tokens|samples)|(tokens|samples)_(consumed|seen|processed)"
+    r"|(?!warmup|cooldown|decay|batch|max|total)\w*_(tokens|samples|examples|step|timestamp)"
+    r"|(tokens|samples)_(consumed|seen|processed)|samples|examples|wall_time"
 )
 # Columns that may name the run
 RUN_NAMES = {f"{run}{end}" for run in ("run", "trial", "experiment") for end in ("", "_id", " id", "_name", " name")}
 RUN_NAMES |= {"name", "id"}
-# First words of the column "state" in tables of W&B, Optuna and Slurm
-UNFINISHED = {"crashed", "failed", "killed", "running", "preempted", "preempting"}
-UNFINISHED |= {"pruned", "fail", "timeout", "cancelled", "out_of_memory", "node_fail"}
+STATES = ("state", "status", "run_state")  # columns of W&B, Optuna, Slurm, MLflow and Ray
+FINISHED = {"", "finished", "complete", "completed", "done", "success", "succeeded", "successful", "ok", "terminated"}
 MOST_LENGTHS = 20  # the most numbers of tokens for which rows with equal other columns are runs, and no loss curve
 
 
@@ -209,16 +209,13 @@ def _progress(row: LoggedRow, column: str) -> float | None:
 
 
 def _refuse_unfinished_states(rows: Sequence[LoggedRow]) -> None:
-    """Raise InputError if the column state, as in a table of W&B, Optuna or Slurm, says that a run has not finished.
-
-    Diverged runs are left out.
-    """
-    for row in rows:
-        state = str(row.values.get("state", "")).strip().lower()
-        if state.partition(" ")[0] in UNFINISHED and math.isfinite(row.loss()):  # such as "CANCELLED by 1000"
+    """Raise InputError if a column such as state does not say that a run has finished. Diverged runs are left out."""
+    for row, column in product(rows, STATES):
+        state = str(row.values.get(column) or "").strip().lower()
+        if state not in FINISHED and math.isfinite(row.loss()):
             raise InputError(
-                f"{row.place}: the state of this run is {state}; write nan as its loss if it diverged, or else "
-                "finish or remove it"
+                f"{row.place}: the {column} of this run is {state}; write nan as its loss if it diverged, or else "
+                f"finish or remove it; if it has finished, remove the column or write finished"
             )
 
 

@@ -57,17 +57,16 @@ def published_range(plan: PlanDocument) -> list[str]:
 
     The last line names the command that measures the step time. Return [] for a calibrated plan or a plan for CPUs.
     """
-    rows, waiting = plan.published_times, plan.time["host"]  # leaven's host is no part of the published times
-    step = plan.speed.step_seconds - waiting
+    rows, step, waiting = plan.published_times, plan.speed.step_seconds, plan.time["host"]
     device = plan.cluster.rpartition("x")[2].partition("-")[0]
     if plan.calibration is not None or plan.cluster == "cpu":
         return []
     instead = "leaven plan RECIPE --measure on such a device replaces this"
     if not rows:
         return [f"not known: no published run on {plan.cluster.rpartition('x')[2]} was compared", instead]
-    low, high = (
-        duration(step * edge + waiting) for edge in (min(row.low for row in rows), max(row.high for row in rows))
-    )
+    edges = min(row.low for row in rows), max(row.high for row in rows)
+    least = step if waiting else 0.0  # the host needs as long, however fast the GPU is
+    low, high = (duration(max(least, (step - waiting) * edge)) for edge in edges)
     most = sorted(rows, key=lambda row: -row.rows)[:3]
     codes = [f"x{row.low:.2f} to x{row.high:.2f} of the planned time: {row.code} ({row.rows} rows)" for row in most]
     return [f"{low} to {high} a step, as published runs on {device} boards", *codes, instead]

@@ -341,7 +341,7 @@ class Script:
             for word in words:
                 if found := word.assignment:
                     self._assign(found, word, certain and plain)
-                elif not re.fullmatch(r"[-+]\w*|\w+", word.text):
+                elif not re.fullmatch(r"[-+][^\Wn]*|\w+", word.text):  # -n makes a name for another variable
                     self._change_all()
         elif program in _SETTERS:
             if program != "printf" or any(word.text.startswith("-v") for word in command[1:2]):

@@ -150,7 +150,7 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
     for step, row in rows:
         if (loss := row[key]) is None:  # loggers write null for a value that a step does not have
             continue
-        has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # false for NaN
+        has_step = type(step) in {int, float} and abs(step) <= LARGEST_STEP  # false for true and NaN
         if not has_step and (source.step is not None or step is not None):
             suggestion = "correct what the command logs"
             if source.step is not None:
@@ -160,6 +160,8 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
                 f"number; {suggestion}"
             )
         try:
+            if isinstance(loss, bool) or "_" in str(loss):  # float() reads both
+                raise ValueError
             number = float(loss)
         except (TypeError, ValueError, OverflowError):
             raise InputError(
