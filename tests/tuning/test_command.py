@@ -1447,8 +1447,15 @@ def test_the_tenth_event_file_follows_the_ninth(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "last",
-    ['{"val": 2, "lr"{"val": 1}\n', '{"val": 2, "l', "\0" * 20, "\0" * 20 + '{"val": 2}\n'],
-    ids=["two in one", "cut", "zeros", "zeros before"],
+    [
+        '{"val": 2, "lr"{"val": 1}\n',
+        '{"val": 2, "l',
+        "\0" * 20,
+        "\0" * 20 + '{"val": 2}\n',
+        ' "val": 2}\n',
+        'INFO {"val": 2}\n',
+    ],
+    ids=["two in one", "cut", "zeros", "zeros before", "without its beginning", "with a prefix"],
 )
 def test_a_damaged_last_line_is_not_passed_over(tmp_path: Path, last: str) -> None:
     source = LossSource.model_validate({"jsonl": "x", "key": "val"})
