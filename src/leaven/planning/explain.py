@@ -194,9 +194,11 @@ def no_layout(seen: Exploration) -> InputError:
     if seen.misfits:
         message = _nothing_fits(seen.misfits[0])
     elif fewer := _fewer_gpus(job):
+        size = f" in micro-batches of {job.micro_batch}" if job.micro_batch else ""
         message = (
-            f"no layout splits {job.model.n_layers} layers and a batch of "
-            f"{job.batch.tokens // job.model.seq_len:,} sequences over {job.cluster}; {fewer:,} GPUs would work"
+            f"no layout splits {job.model.n_layers} layers and a batch of {job.batch.tokens // job.model.seq_len:,} "
+            f"sequences{size} over {job.cluster}; {fewer:,} GPUs would work"
+            + (", or --set batch.micro_batch=auto" if size else "")
         )
     else:
         message = str(

@@ -67,6 +67,11 @@ def published_range(plan: PlanDocument) -> list[str]:
     edges = min(row.low for row in rows), max(row.high for row in rows)
     least = step if waiting else 0.0  # the host needs as long, however fast the GPU is
     low, high = (duration(max(least, (step - waiting) * edge)) for edge in edges)
+    if low == high:
+        return [
+            "not known: the host decides the time of a step, and published runs do not say how fast it is",
+            instead,
+        ]
     most = sorted(rows, key=lambda row: -row.rows)[:3]
     codes = [f"x{row.low:.2f} to x{row.high:.2f} of the planned time: {row.code} ({row.rows} rows)" for row in most]
     return [f"{low} to {high} a step, as published runs on {device} boards", *codes, instead]
