@@ -495,7 +495,7 @@ def test_planner_accuracy_states_what_is_planned_for_megatrons_own_test_of_a_lay
     copies: float | None,
     planned: tuple[float, float],
 ) -> None:
-    """docs/evidence/planner-accuracy.md, "Copies for experts on an H100": milliseconds of the MLP, forward and backward,
+    """docs/evidence/planner-accuracy.md, "Copies for experts on an H100": milliseconds of an MLP, both passes,
     with 4,096 tokens on each of 8 GPUs and DeepEP."""
     sizes = (("in", width, d_expert), ("gate", width, d_expert), ("out", d_expert, width))
     rows = [Matmul("router.gate", width, experts, "none")]
