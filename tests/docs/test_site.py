@@ -90,12 +90,21 @@ def test_every_key_is_in_the_page_of_recipes_with_its_default_and_description() 
 
 
 def test_the_tests_that_the_page_of_promises_names_exist() -> None:
+    """Each row has a number, under which the last section lists its tests."""
     page = (ROOT / "docs/concepts/promises.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
-    assert len(named) > 30
-    assert [name for file, name in named if f"\ndef {name}(" not in (ROOT / file).read_text(encoding="utf-8")] == []
-    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| if |")]
-    assert all("`tests/" in row for row in rows)
+    promises, _, tests = page.partition("\n## Tests\n")
+    rows = re.findall(r"^\| (\S+) \| [^|]+ \| [^|]+ \|$", promises, re.MULTILINE)
+    named = re.findall(r"^- (\w+): (.+)$", tests, re.MULTILINE)
+    assert len(rows) == len(set(rows)) > 50
+    assert promises.count("\n| ") == len(rows) + promises.count("\n| | if | then |\n")
+    assert [row for row, _ in named] == rows
+    missing = []
+    for each in "; ".join(tests_of_row for _, tests_of_row in named).split("; "):
+        found = re.fullmatch(r"`(tests/[\w/]+\.py)`: ((?:, )?`test_\w+`)+", each)
+        assert found is not None, each
+        text = (ROOT / found[1]).read_text(encoding="utf-8")
+        missing += [name for name in re.findall(r"`(test_\w+)`", each) if f"\ndef {name}(" not in text]
+    assert missing == []
 
 
 def test_the_pages_that_files_name_exist() -> None:
