@@ -284,3 +284,10 @@ def test_a_plan_has_the_range_of_published_runs_until_it_is_calibrated() -> None
     assert llm_foundry == "x1.07 to x1.65 of the planned time: llm-foundry of October 2023 (70 rows)"
     assert published_range(bare.calibrated([took(1.3)], "bf16").document()) == []
     assert "no published run on H200-SXM-141GB was" in published_range(plan_recipe(recipe(), "1xH200").document())[0]
+    exact = bare.document()
+    exact = exact.model_copy(
+        update={"published_times": [exact.published_times[0].model_copy(update={"low": 1, "high": 1})]}
+    )
+    assert published_range(exact)[0].endswith(" a step, as published runs on H100 boards")
+    of_host = exact.model_copy(update={"time": exact.time | {"host": exact.speed.step_seconds / 2}})
+    assert published_range(of_host)[0].startswith("not known: the host decides the time of a step")

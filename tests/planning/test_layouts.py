@@ -1,5 +1,6 @@
 """The layout search compared with a plain loop over all layouts."""
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -135,6 +136,24 @@ def test_a_number_of_gpus_that_no_layout_divides_names_the_nearest(gpus: int, se
     with pytest.raises(InputError, match=rf"over {gpus}xH100[^;]*; {fewer:,} GPUs would work$"):
         plan(SMALL, sequences * 1024, f"{gpus}xH100")
     assert plan(SMALL, sequences * 1024, f"{fewer}xH100").chosen.fits
+
+
+@pytest.mark.parametrize(
+    ("gpus", "micro_batch", "message"),
+    [
+        (128, 8, "micro-batches of 8 over .* would work; "),
+        (7, 3, "dp 7 x micro-batch 3; .* would work; "),
+        (2048, 8, ""),
+    ],
+)
+def test_an_error_names_the_micro_batch_only_if_auto_would_work(gpus: int, micro_batch: int, message: str) -> None:
+    deep = SMALL.model_copy(update={"n_layers": 14})
+    with pytest.raises(InputError) as raised:
+        plan(deep, Batch(tokens=2**16, micro_batch=micro_batch), f"{gpus}xH100")
+    assert ("--set batch.micro_batch=auto" in str(raised.value)) == bool(message)
+    assert re.search(message, str(raised.value))
+    if message:
+        assert plan(deep, 2**16, f"{gpus}xH100").chosen.fits
 
 
 def test_an_error_names_a_vocabulary_that_tp_divides() -> None:

@@ -198,12 +198,13 @@ def no_layout(seen: Exploration) -> InputError:
         message = (
             f"no layout splits {job.model.n_layers} layers and a batch of {job.batch.tokens // job.model.seq_len:,} "
             f"sequences{size} over {job.cluster}; {fewer:,} GPUs would work"
-            + (", or --set batch.micro_batch=auto" if size else "")
         )
     else:
         message = str(
             seen.refusal or f"no layout splits {job.model.n_layers} layers over {job.cluster}; use fewer GPUs"
         )
+    if job.micro_batch and any_fits(job.with_micro_batch("auto")):
+        message += "; --set batch.micro_batch=auto would work"
     if beyond is not None:
         message += f"; leaven can plan and export, but not train, --layout {written(beyond.arrangement.layout)}"
     return InputError(message)

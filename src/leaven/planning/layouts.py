@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -62,7 +62,7 @@ class Job:
         """The required micro-batch size in sequences, or None if the search chooses the size."""
         return None if self.batch.micro_batch == "auto" else self.batch.micro_batch
 
-    def with_micro_batch(self, micro_batch: int) -> "Job":
+    def with_micro_batch(self, micro_batch: int | Literal["auto"]) -> "Job":
         return replace(self, batch=self.batch.model_copy(update={"micro_batch": micro_batch}))
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:

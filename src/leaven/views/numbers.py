@@ -67,7 +67,7 @@ def published_range(plan: PlanDocument) -> list[str]:
     edges = min(row.low for row in rows), max(row.high for row in rows)
     least = step if waiting else 0.0  # the host needs as long, however fast the GPU is
     low, high = (duration(max(least, (step - waiting) * edge)) for edge in edges)
-    if low == high:
+    if waiting and low == high:
         return [
             "not known: the host decides the time of a step, and published runs do not say how fast it is",
             instead,
