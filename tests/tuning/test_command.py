@@ -1453,9 +1453,10 @@ def test_the_tenth_event_file_follows_the_ninth(tmp_path: Path) -> None:
         "\0" * 20,
         "\0" * 20 + '{"val": 2}\n',
         ' "val": 2}\n',
+        'al": 2}\n',
         'INFO {"val": 2}\n',
     ],
-    ids=["two in one", "cut", "zeros", "zeros before", "without its beginning", "with a prefix"],
+    ids=["two in one", "cut", "zeros", "zeros before", "without its beginning", "without half", "with a prefix"],
 )
 def test_a_damaged_last_line_is_not_passed_over(tmp_path: Path, last: str) -> None:
     source = LossSource.model_validate({"jsonl": "x", "key": "val"})
@@ -1464,7 +1465,7 @@ def test_a_damaged_last_line_is_not_passed_over(tmp_path: Path, last: str) -> No
     assert read_losses(source, file, complete=False) == ((1, 3.0),)
     with pytest.raises(InputError, match="the last loss may be in a damaged line"):
         read_losses(source, file, complete=True)
-    file.write_text('{"val": 3}\n{"val": 2, "lr"{\n{"val": 1}\ndone\n')  # only a point of the curve is lost
+    file.write_text('{"val": 3}\n{"val": 2, "lr"{\n{"val": 1}\nsaved "val"\n')  # only a point of the curve is lost
     assert read_losses(source, file, complete=True) == ((1, 3.0), (2, 1.0))
 
 

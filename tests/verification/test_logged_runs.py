@@ -22,7 +22,7 @@ from leaven.storage import digest
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_logs import by_event_name
 from leaven.verification.logged_rows import RunLogs, named_numbers, read_rows, size_in
-from leaven.verification.logged_runs import collapse_of_runs, curves_of, transfer_of_runs
+from leaven.verification.logged_runs import PROGRESS, collapse_of_runs, curves_of, transfer_of_runs
 
 OCTAVES = range(-9, -3)
 Row = dict[str, float | str]
@@ -456,6 +456,33 @@ def test_runs_that_have_not_finished_are_refused(tmp_path: Path, state: str) -> 
         transfer_of_runs(
             write(file, [runs[0] | {"Status": state}, *(run | {"Status": "FINISHED"} for run in runs[1:])])
         )
+
+
+def test_a_curve_of_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    runs = [curve(width=64, seed=0, state="running"), curve(1, width=64, seed=1), curve(2, width=128, seed=0)]
+    runs[0][-1]["state"] = "finished"  # the trainer has written each row when it was logged
+    assert curves_of(write(file, sum(runs, []))).keys() == {"width 64", "width 128"}
+    runs[1][-1]["Status"] = "crashed"
+    with pytest.raises(InputError, match="row 20: the status of this run is crashed; write nan as its loss if"):
+        curves_of(write(file, sum(runs, [])))
+    runs[1][-1]["loss"] = math.nan
+    curves_of(write(file, sum(runs, [])))
+    one = write(tmp_path / "50m.jsonl", [*curve(), {"step": 11, "state": "failed"}])
+    with pytest.raises(InputError, match="row 11: the state of this run is failed"):
+        curves_of(one)
+
+
+def test_columns_with_the_progress_of_a_run() -> None:
+    progress = (
+        "step _step num_steps optimizer_step iter_num train/epoch trainer/global_step train_tokens num_tokens "
+        "tokens_seen train/num_input_tokens_seen throughput/total_tokens consumed_train_samples samples _timestamp"
+    )
+    others = (
+        "time_per_step tokens_per_second best_step lr_warmup_samples warmup_steps decay_step micro_batch_tokens "
+        "max_steps train_max_samples start_timestamp seconds"
+    )
+    assert [name for name in (progress + " " + others).split() if PROGRESS.fullmatch(name)] == progress.split()
 
 
 def test_a_copied_folder_of_tensorboard_is_no_second_seed(tmp_path: Path) -> None:

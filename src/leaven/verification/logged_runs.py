@@ -35,15 +35,27 @@ CURVE_COLUMNS = {"width", "depth", "batch", "seed"}  # columns that distinguish 
 # Columns with the progress of a run, such as _step of W&B; the check transfer takes tokens for a size
 PROGRESS = re.compile(
     r"(train(er)?[/_.])?_?(global_?|train_?|training_|num_)?(step|iter|iteration|epoch|update)s?(_num)?"
-    r"|it|batch_idx|_runtime"
-    r"|(?!warmup|cooldown|decay|batch|max|total)\w*_(tokens|samples|examples|step|timestamp)"
-    r"|(tokens|samples)_(consumed|seen|processed)|samples|examples|wall_time"
+    r"|it|batch_idx|_runtime|_timestamp|wall_time"
+    r"|(?![\w/]*(warmup|cooldown|decay|batch|max|best|per)_)"  # no hyperparameters and results of a run
+    r"([\w/]+[_/])?(step|tokens|samples|examples)(_(consumed|seen|processed|total))?"
 )
 # Columns that may name the run
 RUN_NAMES = {f"{run}{end}" for run in ("run", "trial", "experiment") for end in ("", "_id", " id", "_name", " name")}
 RUN_NAMES |= {"name", "id"}
 STATES = ("state", "status", "run_state")  # columns of W&B, Optuna, Slurm, MLflow and Ray
-FINISHED = {"", "finished", "complete", "completed", "done", "success", "succeeded", "successful", "ok", "terminated"}
+FINISHED = {
+    "",
+    "nan",
+    "finished",
+    "complete",
+    "completed",
+    "done",
+    "success",
+    "succeeded",
+    "successful",
+    "ok",
+    "terminated",
+}
 MOST_LENGTHS = 20  # the most numbers of tokens for which rows with equal other columns are runs, and no loss curve
 
 
@@ -208,11 +220,11 @@ def _progress(row: LoggedRow, column: str) -> float | None:
         return None
 
 
-def _refuse_unfinished_states(rows: Sequence[LoggedRow]) -> None:
+def _refuse_unfinished_states(rows: Iterable[LoggedRow]) -> None:
     """Raise InputError if a column such as state does not say that a run has finished. Diverged runs are left out."""
     for row, column in product(rows, STATES):
         state = str(row.values.get(column) or "").strip().lower()
-        if state not in FINISHED and math.isfinite(row.loss()):
+        if state not in FINISHED and not (row.has("loss") and math.isnan(row.loss())):
             raise InputError(
                 f"{row.place}: the {column} of this run is {state}; write nan as its loss if it diverged, or else "
                 f"finish or remove it; if it has finished, remove the column or write finished"
@@ -345,6 +357,11 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
             if all(math.isfinite(value) for _, value in points):
                 _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
         _refuse_missing_losses(every, axes, time)
+        # A trainer may write a state into each row, such as running. The last one of a run counts.
+        states = {
+            str([row.values.get(key) for key in (*axes, "seed")]): row for row in every if any(map(row.has, STATES))
+        }
+        _refuse_unfinished_states(states.values())
     if len(sized) > 1:
         (some, one), (others, other), *_ = sized.items()
         raise InputError(

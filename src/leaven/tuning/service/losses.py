@@ -3,7 +3,6 @@
 While the command still writes a file, an incomplete last line or record is ignored.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -181,7 +180,7 @@ def _require_last_line(source: LossSource, where: Path) -> None:
     """Raise InputError if a damaged line follows the last loss, because it may contain a later loss."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
         row = storage.json_object(line)
-        if row is None and (line.lstrip().startswith((b"{", b"\0")) or json.dumps(source.key).encode() in line):
+        if row is None and (line.lstrip().startswith((b"{", b"\0")) or line.rstrip().endswith(b"}")):
             raise InputError(
                 f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace')[:60]!r}; let the "
                 "command write each loss as one whole line of JSON"
