@@ -405,14 +405,14 @@ def test_files_that_leaven_writes_are_no_text(tmp_path: Path) -> None:
     """A pattern such as **/*.jsonl also finds the folder of a run or check."""
     (tmp_path / "run").mkdir()
     for name, line in (
-        ("events", '{"event": "validation", "tokens": 0, "text": "of a fingerprint", "time": 1}'),
+        ("events", '{"event": "start", "step": 0, "tokens": 0, "text": "of a fingerprint", "time": 1}'),
         ("metrics", '{"run": "a", "step": 1, "tokens": 1, "loss": 1, "grad_norm": 1}'),
         ("runs", '{"key": "a", "loss": 1, "tokens": 1, "flops": 1}'),
         ("x", '{"text": "a"}'),
     ):
         (tmp_path / "run" / f"{name}.jsonl").write_text(line)
     (tmp_path / "metrics.jsonl").write_text('{"event": "of the user", "text": "a"}')
-    (tmp_path / "events.jsonl").write_text('{"event": "of the user", "time": 1, "text": "b"}')
+    (tmp_path / "events.jsonl").write_text('{"event": "of the user", "tokens": 9, "time": 1, "text": "b"}')
     found = opened(f"{tmp_path}/**/*.[jt][sx]*").parts
     assert [part.key for part in found] == ["events.jsonl", "metrics.jsonl", "run/x.jsonl"]
 

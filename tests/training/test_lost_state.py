@@ -1165,6 +1165,13 @@ def test_missing_steps_that_no_digest_covers_are_named(run: RunFolder, diverged:
     gap = run.metrics()[-1]["step"] - 1
     rewrite(run.metrics_file, lambda lines: [line for line in lines if line["step"] != gap])
     assert list(faults(run)) == [f"{run.metrics_file} is not as the run wrote it: step {gap} is missing"]
+    lines = run.metrics_file.read_bytes().splitlines(keepends=True)
+    run.metrics_file.write_bytes(b"".join([*lines[: gap - 2], b"damaged\n", *lines[gap - 1 :]]))
+    assert list(faults(run)) == [
+        f"{run.metrics_file} is not as the run wrote it: 2 steps are missing, the first is step {gap - 1}"
+    ]
+    run.metrics_file.write_bytes(b"".join([*lines[: gap - 1], b"damaged\n", *lines[gap - 1 :]]))
+    assert not list(faults(run))  # the report counts damaged lines
 
 
 def test_an_undone_checkpoint_that_a_backup_restores_is_no_fault(

@@ -21,7 +21,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"
 _MAGIC = frozenset("*?[")
 # Files in the folder of a run or check, with keys of their first lines.
 _KEYS_OF_LEAVEN = {
-    "events.jsonl": {"event", "tokens", "time"},
+    "events.jsonl": {"event", "step", "tokens", "time"},
     "metrics.jsonl": {"step", "tokens", "loss", "grad_norm"},
     "runs.jsonl": {"key", "loss", "flops"},
 }

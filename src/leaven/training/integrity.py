@@ -103,7 +103,7 @@ def changed_files(run: RunFolder) -> dict[str, str]:
     finish = finish_of(run.read_events())
     when = "as the run wrote it" if finish is None else "as it was when the run finished"
     found = {file: f"{run.path / file} is not {when}: {why}" for file, why in changed_since(run, finish).items()}
-    before = [*_missing_step(run), *_changed_before(run)]
+    before = [*_missing_steps(run), *_changed_before(run)]
     return {file: f"{run.path / file} is not as the run wrote it: {why}" for file, why in before} | found
 
 
@@ -403,15 +403,18 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str,
     return {file: why for file, why in found.items() if why is not None}
 
 
-def _missing_step(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield (file name, "step 5 is missing") for the first missing step before the last one in metrics.jsonl. This
-    also finds missing lines that no digest covers. Damaged lines have a message of their own."""
+def _missing_steps(run: RunFolder) -> Iterator[tuple[str, str]]:
+    """Yield (file name, "2 steps are missing, the first is step 5") if steps are missing before the last one in
+    metrics.jsonl. This also finds missing lines that no digest covers. Damaged lines have a message of their own, so
+    only more missing steps than damaged lines count."""
     with suppress(InputError):  # changed_since reports a file that cannot be read
         read = run.read_metrics()
-        for due, line in enumerate([] if read.damaged else read.documents, start=1):
-            if line["step"] != due:
-                yield run.metrics_file.name, f"step {due:,} is missing"
-                return
+        steps = [line["step"] for line in read.documents]
+        missing = steps[-1] - len(steps) if steps else 0
+        if missing > len(read.damaged):
+            first = next(due for due, step in enumerate(steps, start=1) if step != due)
+            of_several = f"{missing:,} steps are missing, the first is step {first:,}"
+            yield run.metrics_file.name, of_several if missing > 1 else f"step {first:,} is missing"
 
 
 def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
