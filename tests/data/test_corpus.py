@@ -430,6 +430,16 @@ def test_patterns_can_repeat_stars_and_go_up(tmp_path: Path) -> None:
         assert [part.key for part in opened(f"{tmp_path}/{pattern}").parts] == keys
 
 
+@pytest.mark.parametrize(("part", "inside"), [("**.txt", "*.txt"), ("x**.txt", "x*.txt"), ("***", "*")])
+def test_two_stars_with_other_characters_are_refused(tmp_path: Path, part: str, inside: str) -> None:
+    """Glob takes them for one star, and finds nothing in inner folders."""
+    write(tmp_path / "x.txt", "a text")
+    with refused(f"{part} finds no files in inner folders; write **/{inside} to find them, or {inside} without them"):
+        opened(f"{tmp_path}/{part}")
+    write(tmp_path / "a**.txt", "the name of a file")
+    assert [each.key for each in opened(f"{tmp_path}/a**.txt").parts] == ["a**.txt"]
+
+
 def test_a_file_that_is_found_twice_is_refused(tmp_path: Path) -> None:
     """Under two keys, a document could be used for both training and validation."""
 

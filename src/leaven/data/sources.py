@@ -1,6 +1,7 @@
 """Find the files or the data set that a source of a recipe names."""
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -210,6 +211,12 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
         fixed = next((n for n, part in enumerate(path.parts) if _MAGIC & set(part)), len(path.parts))
         root = Path(*path.parts[:fixed])
         pattern = path.parts[fixed:]
+        if part := next((part for part in pattern if "**" in part and part != "**"), None):
+            inside = f"**/{re.sub('[*]+', '*', part)}"
+            raise InputError(
+                f"data.source {source!r}: {part} finds no files in inner folders; write {inside} to find them, or "
+                f"{inside[3:]} without them"
+            )
         try:
             paths = set(_matches(root, pattern, not_read)) if pattern and root.is_dir() else set[Path]()
         except OSError as error:

@@ -64,7 +64,9 @@ _KEYWORDS = {"then", "else", "elif", "do", "!", "time", "function", *_BLOCKS, *_
 _ENDS = {"", "\n", ";", ";;", "(", ")"}  # of commands that run in this shell
 _CONTINUED = {"&&", "||", "|", "|&"}  # before commands that run in some cases, or in a subshell
 _DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
-_SETTERS = {"read", "readarray", "mapfile", "let", "printf", "getopts", "unset"}
+# Commands that set variables, and the option with which they do
+_SETTERS = dict.fromkeys(("read", "readarray", "mapfile", "let", "getopts", "unset"), "")
+_SETTERS |= {"printf": "-v", "wait": r"-\w*p"}
 _NEUTRAL = {"echo", "[", "test", "[[", "source", "."}  # neither train nor start a program
 
 
@@ -336,6 +338,9 @@ class Script:
         """Record what a command assigns, or its arguments if it trains. ``certain``: whether it runs in any case."""
         command = list(dropwhile(lambda word: word.assignment or word.text in {"command", "builtin"}, words))
         program = command[0].text if command else ""
+        for opened in (re.fullmatch(r"\{(\w+)\}", word.text) for word in words):  # as in exec {LOG}>file
+            if opened:
+                self._unknown.setdefault(opened[1], self._line)
         if program in _DECLARATIONS or not command:
             plain = all(word.assignment or re.fullmatch(r"-[arxg]+|[A-Za-z_]\w*", word.text) for word in words)
             for word in words:
@@ -344,7 +349,7 @@ class Script:
                 elif not re.fullmatch(r"[-+][^\Wn]*|\w+", word.text):  # -n makes a name for another variable
                     self._change_all()
         elif program in _SETTERS:
-            if program != "printf" or any(word.text.startswith("-v") for word in command[1:2]):
+            if any(re.match(_SETTERS[program], word.text) for word in command[1:]):
                 self._change(command[1:])
         elif program in _NEUTRAL:
             self._used.update(piece.name for word in command for piece in word.pieces)
@@ -399,6 +404,8 @@ class Script:
         """Make all variables unknown that these words name: all, if a word begins with a variable."""
         for piece in (piece for word in words for piece in word.pieces):
             names = [name for found in _CHANGED.findall(piece.text) for name in found if name]
+            if option := re.fullmatch(r"-(\w+)", piece.text):  # -vLR is -v LR
+                names += [option[1][begin:] for begin in range(1, len(option[1]))]
             self._unknown.update((name, self._line) for name in names if name not in self._unknown)
         if any(word.pieces and (word.pieces[0].name or "\0" in word.pieces[0].text) for word in words):
             self._change_all()
