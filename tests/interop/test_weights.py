@@ -537,6 +537,11 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"hidden_act": ["silu"]}, "hidden_act = ['silu'] must be a word"),
         ("llama", {"rope_parameters": {"rope_theta": "abc"}}, "rope_theta = 'abc' must be a finite number"),
         ("llama", {"architectures": [5]}, "architectures = [5] must be a list of names"),
+        (
+            "llama",
+            {"architectures": None, "model_type": None},
+            "config.json: has neither architectures nor model_type",
+        ),
         ("llama", {"architectures": {}}, "architectures = {} must be a list of names"),
         ("llama", {"model_type": []}, "model_type = [] must be a word"),
         ("llama", {"rms_norm_eps": 1e308}, "norm_eps: input should be less than or equal to 1"),

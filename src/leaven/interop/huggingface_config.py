@@ -44,7 +44,7 @@ def read_config(path: Path) -> HuggingFaceModel:
         architecture = _named(config)
         return HuggingFaceModel(path.parent, architecture, config, shape_of(architecture, config))
     except InputError as error:
-        raise InputError(f"{path.parent}/{error}") from None
+        raise InputError(f"{path}: {error}") from None
 
 
 def _named(config: Config) -> Architecture:
@@ -53,16 +53,20 @@ def _named(config: Config) -> Architecture:
     if config.get("model_type") is not None:
         _require("model_type", config["model_type"], str)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"config.json: architectures = {names!r} must be a list of names")
+        raise InputError(f"architectures = {names!r} must be a list of names")
     for architecture in ARCHITECTURES:
         if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
             return architecture
-    stated = ", ".join(names) or config.get("model_type") or "none"
+    if not (stated := ", ".join(names) or config.get("model_type")):
+        raise InputError(
+            "has neither architectures nor model_type, so it is not the config.json of a model; give that one, and name "
+            "the arguments of a Trainer training_args.json"
+        )
     for name in names:
         if name in REFUSED:
-            raise InputError(f"config.json: {name} has {REFUSED[name]}, which leaven cannot represent")
+            raise InputError(f"{name} has {REFUSED[name]}, which leaven cannot represent")
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
-    raise InputError(f"config.json: architecture {stated} is not supported; leaven reads {known}")
+    raise InputError(f"architecture {stated} is not supported; leaven reads {known}")
 
 
 def given_keys(architecture: Architecture, config: Config) -> Config:
@@ -99,7 +103,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
     for key, expected in only.items():
         if given.get(key, expected) != expected:
             raise InputError(
-                f"config.json: {key} = {json.dumps(given[key])}: leaven supports {architecture.name} only with "
+                f"{key} = {json.dumps(given[key])}: leaven supports {architecture.name} only with "
                 f"{json.dumps(expected)}"
             )
     values = {key: held[0] for key, held in architecture.holds.items()}
@@ -108,7 +112,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
         if len(stated) > 1 and len(set(stated.values())) > 1:
             listed = ", ".join(f"{key} = {value!r}" for key, value in stated.items())
             limit = architecture.limits.get(ours, f"leaven has a single value for these keys ({ours})")
-            raise InputError(f"config.json: {listed}: {limit}, so leaven cannot represent this model")
+            raise InputError(f"{listed}: {limit}, so leaven cannot represent this model")
         if stated:
             values[ours] = next(iter(stated.values()))
     if values.get("window", 0) >= values["seq_len"]:  # a window as long as a sequence changes nothing
@@ -119,7 +123,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
         values[ours] = next((mine for mine, several in words.items() if theirs in several), None)
         if values[ours] is None:
             known = ", ".join(str(word) for several in words.values() for word in several)
-            raise InputError(f"config.json: {ours} {theirs!r}: leaven supports {architecture.name} only with {known}")
+            raise InputError(f"{ours} {theirs!r}: leaven supports {architecture.name} only with {known}")
     if values.get("attention_bias") == "none":
         del values["attention_bias"]
     if architecture.holds["positions"] == ["rope"]:
@@ -130,7 +134,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
     values = implied(values["n_heads"], values["d_model"]) | values
     if "d_attention" in architecture.keys and values["n_heads"] * values["d_head"] != values["d_model"]:
         values["d_attention"] = values["n_heads"] * values["d_head"]
-    return validated(ModelShape, values, "config.json: not a shape that leaven supports")
+    return validated(ModelShape, values, "not a shape that leaven supports")
 
 
 def _nest_experts(values: dict[str, Any]) -> None:
@@ -140,7 +144,7 @@ def _nest_experts(values: dict[str, Any]) -> None:
     if isinstance(dense, list):
         if dense != list(range(len(dense))):
             raise InputError(
-                f"config.json: mlp_only_layers = {dense}: leaven supports layers without experts only before all "
+                f"mlp_only_layers = {dense}: leaven supports layers without experts only before all "
                 "layers with experts"
             )
         experts["dense_layers"] = len(dense)
@@ -156,7 +160,7 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
     for stated in both:
         kind = stated.get("rope_type", stated.get("type", "default"))
         if kind != "default":
-            raise InputError(f"config.json: rope_type {kind!r}: leaven supports only the default rotary positions")
+            raise InputError(f"rope_type {kind!r}: leaven supports only the default rotary positions")
     stated = both[0] or both[1]  # the old spelling replaces the new one, as in transformers
     theta = stated.get("rope_theta")
     if theta is None:
@@ -166,9 +170,7 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
     for key, value in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
         _require(key, value, float)
     if not old and fraction != 1:
-        raise InputError(
-            f"config.json: partial_rotary_factor = {fraction:g}: leaven supports {architecture.name} only with 1"
-        )
+        raise InputError(f"partial_rotary_factor = {fraction:g}: leaven supports {architecture.name} only with 1")
     return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 
 
@@ -177,7 +179,7 @@ def _set_global_layers(architecture: Architecture, given: Config, values: dict[s
     if "global_every" not in architecture.keys:
         if "window" in values and any(kind != "sliding_attention" for kind in given.get("layer_types", ())):
             raise InputError(
-                f"config.json: layer_types = {given['layer_types']}: leaven supports {architecture.name} only with a "
+                f"layer_types = {given['layer_types']}: leaven supports {architecture.name} only with a "
                 "sliding window in all layers"
             )
         return
@@ -186,8 +188,7 @@ def _set_global_layers(architecture: Architecture, given: Config, values: dict[s
     every = next((n for n in range(layers + 1) if types[:layers] == layer_types(layers, n)), None)
     if every is None:
         raise InputError(
-            f"config.json: layer_types = {types}: leaven has a sliding window in all layers, or in all but every "
-            "n-th layer"
+            f"layer_types = {types}: leaven has a sliding window in all layers, or in all but every n-th layer"
         )
     if every == 1:
         values.pop("window", None)
@@ -198,7 +199,7 @@ def _set_global_layers(architecture: Architecture, given: Config, values: dict[s
 def _require(key: str, value: Any, kind: Any) -> None:
     wanted, fits = _KINDS.get(kind, _KINDS[str])  # a Literal is a word
     if not fits(value):
-        raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
+        raise InputError(f"{key} = {value!r} must be {wanted}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -429,6 +429,17 @@ CONFIG = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "i
           "num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 128}  # fmt: skip
 
 
+def test_an_error_has_the_name_of_the_file_that_was_given(tmp_path: Path) -> None:
+    renamed = folder(tmp_path, CONFIG) / "args.json"
+    for document, says in (
+        ({"learning_rate": 1e-3}, "has neither"),
+        (CONFIG | {"hidden_act": "x"}, "activation 'x'"),
+    ):
+        renamed.write_text(json.dumps(document))
+        with pytest.raises(InputError, match=f"^{re.escape(str(renamed))}: {says}"):
+            from_transformers.read(renamed, "x")
+
+
 def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None:
     alone = from_transformers.read(folder(tmp_path, CONFIG) / "config.json", "x")
     assert [line.split(":")[0] for line in alone.unknown] == [
