@@ -739,6 +739,8 @@ def test_a_changed_command_is_another_study(write: Write) -> None:
     tune(timed, "--study", "study", "--trials", 2)  # a time limit may change
     printed = tune(write(command + " more", PATTERN, ONE), "--study", "study", "--trials", 3, code=2)
     assert "study has another command file: command was" in printed
+    printed = tune(write(command.replace("; :", ";\n :"), PATTERN, ONE), "--study", "study", code=2)
+    assert "command was ...loss·{lr};·:·{seed}..., is now ...loss·{lr};\\n·:·{seed}... (· is a space);" in printed
     Path("study/centre.toml").unlink()
     tune("tiny.toml", "--study", "study", "--trials", 3, "--set", "seed=4", code=2)
 

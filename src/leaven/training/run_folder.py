@@ -437,7 +437,16 @@ def changeable(path: str) -> bool:
 
 def describe_changes(changes: list[Difference]) -> str:
     """Return the changes of a recipe on one line, such as "batch.tokens was 256, is now 512"."""
-    return "; ".join(f"{path} was {_brief(before)}, is now {_brief(now)}" for path, before, now in changes)
+    return "; ".join(_change(path, _brief(before), _brief(now)) for path, before, now in changes)
+
+
+def _change(path: str, before: str, now: str) -> str:
+    if before == now or before.split() != now.split():
+        return f"{path} was {before}, is now {now}"
+    # Only spaces differ. Messages are shown with single spaces, so show the place with others.
+    at = len(os.path.commonprefix([before, now]))
+    was, differs = (repr(text[max(0, at - 10) : at + 10])[1:-1].replace(" ", "·") for text in (before, now))
+    return f"{path} was ...{was}..., is now ...{differs}... (· is a space)"
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
