@@ -1190,6 +1190,21 @@ def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     assert collapse_of_runs(tmp_path).settings["files not read"] == [*unread, "t.csv", "2 more"]
 
 
+def test_a_run_with_only_a_text_beside_runs_of_tensorboard_is_named(tmp_path: Path) -> None:
+    for width, octave in product((64, 128), OCTAVES):
+        run = tmp_path / f"width{width}-lr{2.0**octave}" / "seed0"
+        run.mkdir(parents=True)
+        (run / "a.tfevents").write_bytes(EVENT(1, float_val=[2 + abs(octave + 6) + width / 1e6]))
+        (run / "train.log").write_text("also a text")
+        (run.parent / "log.txt").touch()
+    assert transfer_of_runs(tmp_path).settings["files not read"] == []
+    lost = tmp_path / "width64-lr0.001" / "seed0"
+    lost.mkdir(parents=True)
+    for name in ("stdout.txt", "train.log"):
+        (lost / name).touch()
+    assert transfer_of_runs(tmp_path).settings["files not read"] == ["width64-lr0.001/seed0/stdout.txt"]
+
+
 def test_the_loss_may_have_another_name(tmp_path: Path) -> None:
     runs = rows({64: -6.0, 128: -6.0}, 0.001)
     renamed = [{**run, "loss": 9.0, "Final": run["loss"]} for run in runs]

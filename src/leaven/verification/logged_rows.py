@@ -30,6 +30,7 @@ from leaven.training.run_logs import (
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
 UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
+TEXT = re.compile(r"\.(log|out|txt)$", re.IGNORECASE)  # the end of the name of a text that may be the log of a run
 TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)([kmbt]?)"
@@ -173,6 +174,7 @@ class RunLogs:
         if not path.exists():
             raise InputError(f"{path}: no such file or folder")
         own, files, folders, unread = set[Path](), set[Path](), set[Path](), set[Path]()
+        texts = dict[Path, Path]()  # the first text in each folder
         if not path.is_dir():
             files.add(path)
         for folder, names in _folders(path) if path.is_dir() else ():
@@ -185,6 +187,8 @@ class RunLogs:
                     files.add(file)
                 elif (table := UNREAD.search(file.name)) and (folder == path or not table[2]):
                     unread.add(file)  # a .json in an inner folder is often the configuration of a run
+                elif TEXT.search(file.name):
+                    texts.setdefault(folder, file)
         if own and loss != "loss":
             raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
         if own:
@@ -195,6 +199,13 @@ class RunLogs:
         if not (own or files or events):
             kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
             raise InputError(f"{path} has {kinds}; give a folder with logged runs")
+        runs = {run if run.is_dir() else run.parent for run in (*events, *files) if is_one_run(run)}
+        above = {folder for run in runs for folder in run.parents}
+        unread |= {  # a folder with a text only may be that of a run whose other log is lost
+            file
+            for folder, file in texts.items()
+            if runs and folder not in above and runs.isdisjoint([folder, *folder.parents])
+        }
         names = [str(file.relative_to(path)) for file in sorted(unread)]
         names = names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"]
         others = sorted([*files, *events])
