@@ -29,8 +29,9 @@ from leaven.recipe.units import listed
 USABLE = 0.85
 # Up to this many tokens per forward pass, a larger micro-batch saves kernel launches; above, it gains nothing.
 _ENOUGH_TOKENS = 8192
-# Largest micro-batch that is searched, in tokens and in sequences: the largest of 131 published runs of MPT.
-_MOST_TOKENS, _LARGEST = 65_536, 64
+# Largest micro-batch that is searched, in tokens: the largest of 131 published runs of MPT. These have up to 64
+# sequences, but the host of a small model with short sequences needs less time for a micro-batch of more.
+_MOST_TOKENS = 65_536
 _LEAST_CONTEXT = 4096  # tokens of a sequence that context parallelism leaves each rank at least
 _STAGES_PER_RANK = (1, 2, 4, 8)  # more stages send too many messages
 _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -68,7 +69,7 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each possible micro-batch size, the smallest first.
 
-        If the job requires a size, only this size is tried. Other sizes are at most 64 sequences and 65,536 tokens.
+        If the job requires a size, only this size is tried. Other sizes are at most 65,536 tokens.
         Each size divides the sequences of a data-parallel rank. Even the smallest batch of the run must give each
         rank at least pp micro-batches. Raise InputError if no size is possible, or the batch cannot be split evenly
         over the ranks.
@@ -76,7 +77,8 @@ class Job:
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
         share, rest = divmod(sequences, layout.dp)
-        sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
+        most = max(1, _MOST_TOKENS // seq_len)
+        sizes = [size for size in range(1, min(share, most) + 1) if share % size == 0]
         if rest or share % (given or 1):
             unit, over = layout.dp * (given or 1), f"dp {layout.dp}" + (f" x micro-batch {given}" if given else "")
             would = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens"
@@ -84,8 +86,7 @@ class Job:
             raise InputError(
                 f"a batch of {sequences:,} sequences cannot be split evenly over {over}; {would} would work"
             )
-        most = max(1, _MOST_TOKENS // seq_len)
-        sizes = [given] if given else [size for size in sizes if size <= most]
+        sizes = [given] if given else sizes
         refusals = [pipeline_refusal(layout, seq_len, self.batch.smallest_tokens, size) for size in sizes]
         if refusals[0] is not None:  # even the smallest micro-batch does not fill the pipeline
             raise InputError(f"layout {refusals[0]}")
