@@ -266,6 +266,17 @@ def test_a_file_that_is_found_twice_is_refused(tmp_path: Path, prepare: Any) -> 
     assert len(prepare(f"{tmp_path}/v1/latest.npy").train) > 0
 
 
+def test_a_file_without_the_index_that_others_have_is_refused(tmp_path: Path, prepare: Any) -> None:
+    """Its ids could have another dtype, and the ends of documents of all files would be unknown."""
+    for name in ("a", "b"):
+        megatron(tmp_path / f"{name}.bin", TEXTS)
+    index = (tmp_path / "b.idx").rename(tmp_path / "elsewhere")
+    with refused(f"{tmp_path}/b.bin has no .idx of Megatron-LM, unlike other files; bring it back"):
+        prepare(one(f"{tmp_path}/?.bin", dtype="uint16"))
+    index.rename(tmp_path / "b.idx")
+    assert prepare(one(f"{tmp_path}/?.bin", dtype="uint16"))
+
+
 def test_rows_of_one_length_are_blocks_not_documents(tmp_path: Path, prepare: Any) -> None:
     ids = flat(TEXTS)
     blocks = [ids[first : first + 64] for first in range(0, len(ids), 64)]

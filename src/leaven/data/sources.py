@@ -112,7 +112,14 @@ def _parts(source: DataSource) -> SourceParts:
     missing = missing_shards(source.source, [path for _, path in found], last)
     notes = _lines([*not_read.notes(source.source), *missing])
     if found[0][1].suffix in TOKEN_SUFFIXES:
-        return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found), notes=notes)
+        ids = tuple(TokenFile(key, path, source.dtype) for key, path in found)
+        without = [file.name for file in ids if file.path.suffix == ".bin" and file.index is None]
+        if without and any(file.index for file in ids):
+            raise InputError(
+                f"data.source {source.source!r}: {without[0]} has no .idx of Megatron-LM, unlike other files; bring it "
+                "back, or make two sources of files with and without it"
+            )
+        return SourceParts(ids=ids, notes=notes)
     return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found), notes=notes)
 
 
