@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -462,12 +462,12 @@ def test_a_curve_of_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> No
     file = tmp_path / "runs.jsonl"
     runs = [curve(width=64, seed=0, state="running"), curve(1, width=64, seed=1), curve(2, width=128, seed=0)]
     runs[0][-1]["state"] = "finished"  # the trainer has written each row when it was logged
-    assert curves_of(write(file, sum(runs, []))).keys() == {"width 64", "width 128"}
+    assert curves_of(write(file, chain(*runs))).keys() == {"width 64", "width 128"}
     runs[1][-1]["Status"] = "crashed"
     with pytest.raises(InputError, match="row 20: the status of this run is crashed; write nan as its loss if"):
-        curves_of(write(file, sum(runs, [])))
+        curves_of(write(file, chain(*runs)))
     runs[1][-1]["loss"] = math.nan
-    curves_of(write(file, sum(runs, [])))
+    curves_of(write(file, chain(*runs)))
     one = write(tmp_path / "50m.jsonl", [*curve(), {"step": 11, "state": "failed"}])
     with pytest.raises(InputError, match="row 11: the state of this run is failed"):
         curves_of(one)

@@ -116,8 +116,8 @@ def _parts(source: DataSource) -> SourceParts:
         without = [file.name for file in ids if file.path.suffix == ".bin" and file.index is None]
         if without and any(file.index for file in ids):
             raise InputError(
-                f"data.source {source.source!r}: {without[0]} has no .idx of Megatron-LM, unlike other files; bring it "
-                "back, or make two sources of files with and without it"
+                f"data.source {source.source!r}: {without[0]} has no .idx of Megatron-LM, unlike other files; bring "
+                "it back, or make two sources of files with and without it"
             )
         return SourceParts(ids=ids, notes=notes)
     return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found), notes=notes)

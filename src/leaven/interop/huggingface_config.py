@@ -59,8 +59,8 @@ def _named(config: Config) -> Architecture:
             return architecture
     if not (stated := ", ".join(names) or config.get("model_type")):
         raise InputError(
-            "has neither architectures nor model_type, so it is not the config.json of a model; give that one, and name "
-            "the arguments of a Trainer training_args.json"
+            "has neither architectures nor model_type, so it is not the config.json of a model; give that one, and "
+            "name the arguments of a Trainer training_args.json"
         )
     for name in names:
         if name in REFUSED:

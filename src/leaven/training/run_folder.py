@@ -444,7 +444,7 @@ def _change(path: str, before: str, now: str) -> str:
     if before == now or before.split() != now.split():
         return f"{path} was {before}, is now {now}"
     # Only spaces differ. Messages are shown with single spaces, so show the place with others.
-    at = len(os.path.commonprefix([before, now]))
+    at = [a == b for a, b in zip(f"{before}\0", f"{now}\0", strict=False)].index(False)
     was, differs = (repr(text[max(0, at - 10) : at + 10])[1:-1].replace(" ", "·") for text in (before, now))
     return f"{path} was ...{was}..., is now ...{differs}... (· is a space)"
 

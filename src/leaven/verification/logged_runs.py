@@ -112,7 +112,6 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
         "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
         "columns not used": sorted(set(columns) - {"loss", loss.lower(), "seed", value, *axes}),
         "files not read": logs.unread,
-        "unfinished": [],  # always empty, because such runs are refused; a document keeps its keys
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
 
