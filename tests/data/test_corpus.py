@@ -117,7 +117,7 @@ def test_every_format_is_read_document_by_document(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / ".txt").write_text("no name")
     (tmp_path / "empty.jsonl").write_text("")
-    texts = ("zwölf", "\ud800half", "line\u2028separator", None, " ")
+    texts = ("zwölf", "\ud83d\ude00 whole", "line\u2028separator", None, " ")
     lines = [json.dumps({"text": text, "id": 1}) for text in texts]
     (tmp_path / "b.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n') + gzip.compress(b'{"text": "four"}'))
@@ -128,7 +128,7 @@ def test_every_format_is_read_document_by_document(tmp_path: Path) -> None:
     assert read(opened(f"{tmp_path}/*")) == {
         "[a].txt": "café\r\nnext",
         "b.jsonl:1": "zwölf",
-        "b.jsonl:3": "?half",
+        "b.jsonl:3": "😀 whole",
         "b.jsonl:5": "line\u2028separator",
         "c.jsonl.gz:1": "three",
         "c.jsonl.gz:2": "four",
@@ -186,6 +186,10 @@ BAD_LINES = {
     "no object": (b'["text"]', 'has no text under the key "text"; write {"text": "..."}'),
     "a number": (b'{"text": 5}', "has no text"),
     "Latin-1": (b'{"text": "caf\xe9"}', "is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 13"),
+    "half of a surrogate pair": (
+        b'{"text": "caf\\ud83d"}',
+        "is not UTF-8 ('utf-8' codec can't encode character '\\ud83d'",
+    ),
     "too deep": (b"[" * 100_000, "is not JSON"),
     "too long a number": (b'{"text": ' + b"9" * 5_000 + b"}", "is not JSON"),
 }

@@ -176,8 +176,11 @@ def _json_row(place: str, line: bytes, text: str) -> TextRow:
     if found is not None and not isinstance(found, str):
         how = f'write {{"{text}": "..."}} on every line, or set text to its key'
         return TextRow(place, fault=f'has no text under the key "{text}"; {how}')
-    # JSON can contain half of a surrogate pair, which cannot be encoded as UTF-8.
-    return TextRow(place, (found or "").encode(errors="replace").decode())
+    try:
+        (found or "").encode()
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
+        return TextRow(place, fault=f"is not UTF-8 ({error})")
+    return TextRow(place, found or "")
 
 
 def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
