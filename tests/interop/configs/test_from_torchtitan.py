@@ -288,6 +288,16 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
         from_torchtitan.read(tmp_path / "nowhere.toml", "x")
 
 
+def test_start_weights_and_a_module_of_settings_are_listed(tmp_path: Path) -> None:
+    sections = (
+        '[job]\nconfig_file = "a"\ncustom_config_module = "mine"\n[checkpoint]\ninterval = 5\ninitial_load_path = "w"'
+    )
+    unread = imported(tmp_path, f"{TOML}{sections}\ninitial_load_model_only = true\nkeep_latest_k = 2\n").unread
+    assert [line for line in unread if line.startswith(("job", "checkpoint"))] == [
+        "job.custom_config_module", "checkpoint.initial_load_path",
+    ]  # fmt: skip
+
+
 def test_training_with_rare_synchronisation_is_listed(tmp_path: Path) -> None:
     section = '[fault_tolerance]\nenable = true\nsemi_sync_method = "diloco"\n[experimental]\ncustom_import = "'
     listed = {"fault_tolerance.semi_sync_method", "experimental.custom_import"}
