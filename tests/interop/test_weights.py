@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from leaven.data.tokens import prepare
 from leaven.distributed.pieces import Piece, cut, piece_of
 from leaven.errors import InputError
-from leaven.interop.architectures import ARCHITECTURES
-from leaven.interop.huggingface_config import shape_of
+from leaven.interop.architectures import ARCHITECTURES, Architecture
+from leaven.interop.configs import from_transformers
+from leaven.interop.configs.draft import Draft
+from leaven.interop.huggingface_config import read_config, shape_of
 from leaven.interop.weights import (
     SHARD_BYTES,
     read_huggingface,
@@ -259,11 +262,16 @@ def test_a_bias_on_the_logits_is_refused(tmp_path: Path) -> None:
         read_huggingface(tmp_path)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, tokenizer_file: Path) -> None:
     change(tmp_path, "glm4 moe", num_nextn_predict_layers=1)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    assert read_huggingface(tmp_path).shape.n_layers == 3
+    plain = read_huggingface(tmp_path)
+    assert plain.shape.n_layers == 3
+    shutil.copy(tokenizer_file, tmp_path / "tokenizer.json")
+    why = recipe_from(plain, "x", source="tiny-shakespeare").why["start.weights"]
+    assert why.endswith("; its layers for multi-token prediction are not read")
+    assert "layers for multi-token prediction: leaven has none" in from_transformers.read(tmp_path, "x").unread
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"contains model\.layers\.4\.eh_proj"):
         read_huggingface(tmp_path)
@@ -545,6 +553,21 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"architectures": {}}, "architectures = {} must be a list of names"),
         ("llama", {"model_type": []}, "model_type = [] must be a word"),
         ("llama", {"rms_norm_eps": 1e308}, "norm_eps: input should be less than or equal to 1"),
+        (
+            "mixtral",
+            {"router_jitter_noise": 0.1},
+            "router_jitter_noise = 0.1: leaven supports MixtralForCausalLM only with 0.0",
+        ),
+        (
+            "llama",
+            {"model_type": "mistral"},
+            "LlamaForCausalLM, whose model_type is llama, but model_type is mistral; correct",
+        ),
+        (
+            "gemma 2",
+            {"num_hidden_layers": 2_000_000_000, "layer_types": None},
+            "2,000,000,000 layers; leaven supports at most",
+        ),
         # old and new spelling together: transformers uses the old one
         ("llama", {"rope_parameters": ROPE, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear'"),
         ("llama", {"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
@@ -554,6 +577,50 @@ def test_unsupported_configs_are_refused(tmp_path: Path, name: str, changes: dic
     change(tmp_path, name, **changes)
     with refused(says, str(tmp_path)):
         read_huggingface(tmp_path)
+
+
+# Keys that change neither the model nor its training, and those that `_balance_loss` and `further_tokens` read
+OTHER_KEYS = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "slow_but_exact",
+    "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+    "summary_first_dropout", "classifier_dropout", "is_decoder", "original_max_position_embeddings",
+    "embd_pdrop",  # of Phi 3, which does not use it
+    "sliding_window", "max_window_layers",  # with use_sliding_window only, which is refused
+    "output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
+def test_the_keys_of_transformers_are_known(architecture: Architecture) -> None:
+    theirs = transformers.CONFIG_MAPPING[architecture.model_type]
+    pairs = {frozenset(pair) for pair in theirs.attribute_map.items()}
+    more = {frozenset(("n_embed", "hidden_size"))} if architecture.model_type == "bloom" else set()
+    assert {frozenset(pair) for pair in architecture.aliases.items()} == pairs | more
+    known = {key for several in architecture.keys.values() for key in several} | architecture.required.keys()
+    known |= {*architecture.absent, *architecture.aliases, architecture.logit_scale, "initializer_range"}
+    known |= OTHER_KEYS | {"rope_parameters", "layer_types"} | transformers.PreTrainedConfig().to_dict().keys()
+    assert sorted(theirs().to_dict().keys() - known) == []
+
+
+@pytest.mark.parametrize(("name", "key", "value"), [
+    (architecture.name, alias, architecture.defaults[key] * 2)
+    for architecture in ARCHITECTURES
+    for alias, key in architecture.aliases.items()
+    if key in architecture.defaults
+])  # fmt: skip
+def test_other_names_of_keys_are_read(tmp_path: Path, name: str, key: str, value: int) -> None:
+    (architecture,) = (each for each in ARCHITECTURES if each.name == name)
+    current, plain = architecture.aliases[key], {"head_dim": 128}
+    shape = shape_of(architecture, plain | {current: value})
+    assert shape != shape_of(architecture, plain)
+    assert shape_of(architecture, plain | {key: value}) == shape
+    assert shape_of(architecture, plain | {key: value, current: value}) == shape
+    with refused(f"config.json: {key} = {value} and {current} = {value + 1} mean the same; remove one"):
+        shape_of(architecture, plain | {key: value, current: value + 1})
+    (tmp_path / "config.json").write_text(json.dumps(plain | {"model_type": architecture.model_type, key: value}))
+    draft = Draft("x")
+    draft.set_architecture(read_config(tmp_path / "config.json"), "config.json")
+    assert f"{key} of config.json" in draft.why.values()
 
 
 def test_both_spellings_of_rope_theta_are_read_as_transformers_does(tmp_path: Path) -> None:
@@ -629,6 +696,14 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
             InputError, match=r"index.json: (weight_map must map tensors to files in its folder|not a JSON object)"
         ):
             read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_weights_with_an_adapter_are_refused(tmp_path: Path, name: str) -> None:
+    foreign("llama", tmp_path)
+    (tmp_path / name).write_text("{}")
+    with refused(f"{tmp_path}: {name}: leaven does not read adapters; merge it into the weights with PEFT"):
+        read_huggingface(tmp_path)
 
 
 def test_weights_beside_those_of_an_earlier_model(tmp_path: Path) -> None:

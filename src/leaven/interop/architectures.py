@@ -82,7 +82,8 @@ class Architecture:
     words: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
     required: Config = field(default_factory=dict)  # more keys of config.json, each with its only supported value
     absent: Sequence[str] = ()  # keys of config.json that must be null or missing
-    aliases: Mapping[str, str] = field(default_factory=dict)  # old spelling of keys -> the spelling in ``keys``
+    # other names that transformers reads for keys -> the names in ``keys``: its attribute_map, in either direction
+    aliases: Mapping[str, str] = field(default_factory=dict)
     # whether a fused matrix has query, key and value of head 0 first, then those of head 1, ...
     heads_together: bool = False
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)

@@ -11,7 +11,7 @@ from leaven import storage
 from leaven.errors import InputError
 from leaven.interop.architectures import ARCHITECTURES, REFUSED, Architecture, Config, field_of, implied, layer_types
 from leaven.recipe.files import validated
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import MAX_LAYERS, ModelShape
 
 # By type of a value in config.json: the name of the type in messages, and a function that tests a value.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
@@ -36,6 +36,11 @@ class HuggingFaceModel:
     config: Config  # the contents of config.json
     shape: ModelShape
 
+    @property
+    def further_tokens(self) -> bool:
+        """Whether the checkpoint may have layers for multi-token prediction, which leaven does not read."""
+        return bool(given_keys(self.architecture, self.config).get("num_nextn_predict_layers"))
+
 
 def read_config(path: Path) -> HuggingFaceModel:
     """Return the model that a config.json describes, or raise InputError if leaven does not support it."""
@@ -54,10 +59,16 @@ def _named(config: Config) -> Architecture:
         _require("model_type", config["model_type"], str)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"architectures = {names!r} must be a list of names")
+    kind = config.get("model_type")
     for architecture in ARCHITECTURES:
-        if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
+        if architecture.name in names and kind not in {None, architecture.model_type}:
+            raise InputError(
+                f"architectures has {architecture.name}, whose model_type is {architecture.model_type}, "
+                f"but model_type is {kind}; correct one"
+            )
+        if architecture.name in names or (not names and kind == architecture.model_type):
             return architecture
-    if not (stated := ", ".join(names) or config.get("model_type")):
+    if not (stated := ", ".join(names) or kind):
         raise InputError(
             "has neither architectures nor model_type, so it is not the config.json of a model; give that one, and "
             "name the arguments of a Trainer training_args.json"
@@ -73,9 +84,16 @@ def given_keys(architecture: Architecture, config: Config) -> Config:
     """Return a config.json with current key names. A missing or null key gets the architecture's default.
 
     A null size in `implied`, or a null key in ``_OPTIONAL``, has no value and is left out instead. Raise InputError
-    if a known key has a value of the wrong type.
+    if a known key has a value of the wrong type, or two values by two names.
     """
-    stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
+    stated: Config = {}
+    for key, value in config.items():
+        name = architecture.aliases.get(key, key)
+        if value is not None and stated.setdefault(name, value) != value:
+            other = next(old for old in config if old != key and architecture.aliases.get(old, old) == name)
+            raise InputError(
+                f"{other} = {stated[name]!r} and {key} = {value!r} mean the same; remove one"
+            )
     given = architecture.defaults | stated
     for key in (theirs for ours in (*implied(1, 1), *_OPTIONAL) for theirs in architecture.keys.get(ours, ())):
         if config.get(key, ...) is None:  # null replaces the default, a missing key does not
@@ -183,7 +201,8 @@ def _set_global_layers(architecture: Architecture, given: Config, values: dict[s
                 "sliding window in all layers"
             )
         return
-    layers = values["n_layers"]
+    if (layers := values["n_layers"]) > MAX_LAYERS:  # the length of the lists of types below
+        raise InputError(f"config.json: {layers:,} layers; leaven supports at most {MAX_LAYERS:,}")
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2
     every = next((n for n in range(layers + 1) if types[:layers] == layer_types(layers, n)), None)
     if every is None:

@@ -35,6 +35,7 @@ from leaven.storage import share, written_folder
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; quantised weights have other dtypes
 WHOLE = "model.safetensors"  # the file with all weights; several files (shards) have other names
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # of PEFT; transformers adds them to the weights
 SHARD_BYTES = 5 * 10**9
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file
 WHOLE_TENSOR = 2**18  # bytes; larger tensors are compared by samples
@@ -266,6 +267,8 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
+    if adapter := next((name for name in ADAPTERS if (folder / name).exists()), None):
+        raise InputError(f"{folder}: {adapter}: leaven does not read adapters; merge it into the weights with PEFT")
     plain = read_config(folder / "config.json")
     architecture = plain.architecture
     with _opened(plain) as tensors:
@@ -297,7 +300,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     if plain.shape.tied_embeddings:
         shapes.pop(tied[1], None)
     spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]
-    if plain.config.get("num_nextn_predict_layers"):  # layers that predict further tokens; they come after the others
+    if plain.further_tokens:  # these layers come after the others
         beyond = f"{architecture.blocks}.{plain.shape.n_layers}."
         spare = [name for name in spare if not name.startswith(beyond)]
     if spare:
@@ -455,6 +458,8 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     draft.set_architecture(plain, draft.origin)
     draft.why["hyperparameters.init_std"] += "; not used, because training starts from [start] weights"
     why = f"a {plain.architecture.name}; its weights are divided by the recipe's multipliers"
+    if plain.further_tokens:
+        why += "; its layers for multi-token prediction are not read"
     draft.set("start.weights", str(plain.folder), why)
     draft.values["data.source"] = source
     draft.set("data.tokenizer", str(tokenizer), "the model's own: its embedding was trained for these token ids")

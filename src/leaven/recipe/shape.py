@@ -82,7 +82,8 @@ class Parameter:
 
 # Bounds on sizes, at least ten times those of any published model. With larger sizes, listing the parameters takes
 # minutes, training a tokenizer aborts the process, and products of sizes overflow 64 bits.
-Depth = Annotated[int, Field(gt=0, le=2_000)]
+MAX_LAYERS = 2_000
+Depth = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
 Width = Annotated[int, Field(gt=0, le=2**22)]
 
 

@@ -52,7 +52,11 @@ class Draft:
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
-            there = [key for key in keys if model.config.get(key) is not None]
+            there = [
+                stated
+                for stated, value in model.config.items()
+                if architecture.aliases.get(stated, stated) in keys and value is not None
+            ]
             return f"{' and '.join(there)} of {file}" if there else f"default of {architecture.name}, not in {file}"
 
         self.values |= {f"model.{key}": value for key, value in model.shape.model_dump(exclude_none=True).items()}

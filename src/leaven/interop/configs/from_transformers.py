@@ -51,6 +51,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         draft.unread.append(f"factors of {architecture.name} on the embedding or the logits: {why}")
     without = f"the bias on the logits that {architecture.name} also trains: leaven's models have none"
     draft.unread += [without] * architecture.logits_bias
+    if model.further_tokens:
+        draft.unread.append("layers for multi-token prediction: leaven has none")
     if shape.experts and shape.experts.balanced_by_loss:
         _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
     _training(draft, model, arguments_path, ranks)
