@@ -138,6 +138,9 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--window-size 8", "--window-size 8: leaven supports only LEFT,0"),
         ("--window-size 8,0 --window-attn-skip-freq 0", "leaven supports only windows in all layers but every N-th"),
         (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "or a pattern of 2 layers"),
+        ("--num-layers 1000000000 --window-size 3,0", "--num-layers: leaven supports at most 2,000 layers"),
+        (f"{EXPERTS} --num-layers 1000000000 --moe-layer-freq '([0]*1+[1]*999999)*1000'", "at most 2,000 layers"),
+        (f"{EXPERTS} --moe-layer-freq '([0]*1+[{'1,' * 50_000}1]*999999)*999999'", "before all layers with experts"),
     ],
 )
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
@@ -163,7 +166,7 @@ def test_values_that_turn_a_part_off_are_read(more: str) -> None:
 def test_grouped_queries_have_one_group_unless_the_script_gives_a_number() -> None:
     recipe = from_megatron.read(f"{MINIMAL} --vocab-size 512 --group-query-attention", "args.sh", "x").recipe
     assert recipe.model.n_kv_heads == 1
-    assert recipe.why["model.n_kv_heads"] == "Megatron's default of --num-query-groups"
+    assert recipe.why["model.n_kv_heads"] == "Megatron's default of --num-query-groups, with --group-query-attention"
 
 
 @pytest.mark.parametrize(
@@ -253,10 +256,18 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
         ("--reset-attention-mask", "--reset-attention-mask alone"),
         ("--max-position-embeddings 128", None),
         ("--max-position-embeddings 256", "--max-position-embeddings 256"),
-        ("--max-position-embeddings 256 --position-embedding-type rope", None),
-        ("--no-bias-gelu-fusion", "exact gelu"),
-        ("--no-bias-gelu-fusion --openai-gelu", None),
-        ("--no-bias-gelu-fusion --swiglu", None),
+        ("--max-position-embeddings 256 --position-embedding-type rope", "--max-position-embeddings"),
+        ("--position-embedding-type rope --use-rotary-position-embeddings", None),
+        ("--no-bias-gelu-fusion", "exact gelu, of --no-bias-gelu-fusion"),
+        ("--openai-gelu", None),
+        ("--no-bias-gelu-fusion --swiglu", "--no-bias-gelu-fusion"),  # a kernel
+        ("--window-size -1,0", None),
+        ("--global-batch-size 8 --train-iters 100 --lr-decay-iters 100", None),
+        ("--global-batch-size 8 --train-iters 100 --lr-decay-iters 50", "--lr-decay-iters: 51,200 tokens"),
+        ("--global-batch-size 8 --train-iters 100 --train-samples 80", "--train-iters"),
+        ("--global-batch-size 8 --train-iters 100 --lr-warmup-iters 5 --lr-warmup-samples 9", "--lr-warmup-iters"),
+        ("--step-batch-size-schedule 0:2 --rampup-batch-size 2 2 300", "--rampup-batch-size"),
+        ("--use-megatron-fsdp --use-distributed-optimizer", None),
     ],
 )
 def test_what_leaven_cannot_take_from_megatron_is_listed(flags: str, says: str | None) -> None:

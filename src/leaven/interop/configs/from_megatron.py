@@ -13,7 +13,7 @@ from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.interop.configs.megatron_arguments import TABLE, kind_of, parse_arguments
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.files import validated
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import MAX_LAYERS, ModelShape
 
 
 def read(text: str, origin: str, name: str, ranks: int | None = None) -> Imported:
@@ -32,6 +32,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
             raise InputError(f"{origin}: --{flag} {given[flag]:g} must be above 0")
     _sizes(given)
     _kind(given)
+    _documents(given)
     if "window-size" in given:
         _window(given)
     if "num-experts" in given:
@@ -42,6 +43,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     _batch_and_duration(given, shape.seq_len)
     _schedule(given, shape.seq_len)
     _layout(given, ranks)
+    _list_ignored(given)
     return draft.finish(name, shape)
 
 
@@ -89,8 +91,23 @@ def _require_neutral(flags: Settings, flag: str) -> None:
         raise InputError(f"{flags.label(flag)} {flags.given[flag]:g}: leaven does not have {row['other']}")
 
 
+def _list_ignored(given: Settings) -> None:
+    """List the given flags that no reason of a value and no note names: nothing in the recipe follows from them.
+
+    Flags with their default value or with ``unused`` in the table are left out.
+    """
+    draft = given.draft
+    named = set(re.findall(r"--([a-z0-9-]+)", "\n".join([*draft.why.values(), *draft.unknown, *draft.unread])))
+    for flag, value in given.given.items():
+        row = given.table[flag]
+        if flag not in named and "unused" not in row and value != row.get("neutral", row.get("default")):
+            draft.unread.append(f"--{flag}")
+
+
 def _sizes(given: Settings) -> None:
     """Set the sizes that follow from several flags: head dimension, key/value heads, d_ff and vocabulary."""
+    if given["num-layers"] > MAX_LAYERS:  # patterns of layers, which are read before the shape, have this length
+        raise InputError(f"{given.label('num-layers')}: leaven supports at most {MAX_LAYERS:,} layers")
     draft, heads, width = given.draft, given["num-attention-heads"], given["hidden-size"]
     own_head_size = "kv-channels" in given or "kv-channels" in given.unset
     if width % heads and not own_head_size:
@@ -105,7 +122,7 @@ def _sizes(given: Settings) -> None:
     if "group-query-attention" in given:
         own_groups = "num-query-groups" in given or "num-query-groups" in given.unset
         groups = given["num-query-groups"] if own_groups else 1
-        given.put("model.n_kv_heads", groups, "num-query-groups")
+        draft.set("model.n_kv_heads", groups, f"{given.why('num-query-groups')}, with --group-query-attention")
     else:
         draft.set("model.n_kv_heads", heads, "--num-attention-heads: no --group-query-attention")
         if "num-query-groups" in given:
@@ -124,14 +141,15 @@ def _sizes(given: Settings) -> None:
     if "vocab-size" in given:
         multiple = given["make-vocab-size-divisible-by"] * given["tensor-model-parallel-size"]
         padded = -(-given["vocab-size"] // multiple) * multiple
-        draft.set("model.vocab_size", padded, f"--vocab-size, padded to a multiple of {multiple}")
+        why = given.why("make-vocab-size-divisible-by", "tensor-model-parallel-size")
+        draft.set("model.vocab_size", padded, f"--vocab-size, padded to a multiple of {multiple} ({why})")
     else:
         draft.unknown.append("model.vocab_size: set it to your tokenizer's; 50,304 (GPT-2's, padded) is used")
         draft.set("model.vocab_size", 50_304, "not in the file: the vocabulary of GPT-2's tokenizer, padded")
 
 
 def _kind(given: Settings) -> None:
-    """Set activation, rotary fraction, attention biases, document handling and precision in ``given.draft``."""
+    """Set activation, biases, positions, dropout and precision in ``given.draft``."""
     draft = given.draft
     activations = {"swiglu": "swiglu", "squared-relu": "squared_relu"}
     found = {f"--{flag}": ours for flag, ours in activations.items() if flag in given}
@@ -139,40 +157,61 @@ def _kind(given: Settings) -> None:
         found["--glu-activation"] = given.choice("glu-activation")
     if len(set(found.values())) > 1:
         raise InputError(f"{given.origin}: {' and '.join(found)}: these are two activations; remove one")
+    unfused = [f"--{flag}" for flag in ("no-bias-gelu-fusion", "disable-bias-linear") if flag in given]
+    if not found and "openai-gelu" in given:
+        found = {"--openai-gelu": "gelu"}
+    elif not found and unfused:
+        draft.unread.append(f"exact gelu, of {' and '.join(unfused)}: leaven has its tanh approximation")
     flag, ours = next(iter(found.items()), ("Megatron's default", "gelu"))
     draft.set("model.activation", ours, flag)
-    fused = "no-bias-gelu-fusion" not in given and "disable-bias-linear" not in given
-    if ours == "gelu" and not fused and "openai-gelu" not in given:
-        draft.unread.append("exact gelu, as Megatron's is not fused with a bias: leaven has its tanh approximation")
-
-    rotary = "use-rotary-position-embeddings" in given or given["position-embedding-type"] == "rope"
-    if rotary and given["rotary-percent"] != 1:
-        draft.set("model.rotary_fraction", given["rotary-percent"], "--rotary-percent")
-    if "disable-bias-linear" in given and "add-qkv-bias" in given:
+    if "add-qkv-bias" in given and "disable-bias-linear" in given:
         draft.set("model.attention_bias", "qkv", "--add-qkv-bias")
-    rows = given["max-position-embeddings"] if "max-position-embeddings" in given else given["seq-length"]
-    if not rotary and rows != given["seq-length"]:
-        draft.unread.append(f"--max-position-embeddings {rows:,}: leaven has a position for each of --seq-length")
+    elif "add-qkv-bias" in given:
+        draft.set("model.bias", True, "--add-qkv-bias and no --disable-bias-linear")
+    _positions(given)
     attention = given["attention-dropout"]
-    if attention != given["hidden-dropout"]:
+    if attention == given["hidden-dropout"]:
+        given.put("model.dropout", attention, "hidden-dropout", "attention-dropout")
+    else:
         draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, and uses --hidden-dropout")
-    isolated = "reset-position-ids" in given and "reset-attention-mask" in given
-    flags = ("reset-attention-mask", "reset-position-ids")
-    given.put("data.documents", "isolated" if isolated else "packed", *flags)
-    if not isolated and (alone := next((flag for flag in flags if flag in given), None)):
-        draft.unread.append(f"--{alone} alone: leaven has {' and '.join(flags)} only together")
-    if isolated and "eod-mask-loss" not in given:
-        draft.unread.append(
-            "no --eod-mask-loss: with isolated documents leaven never trains the token after an end of text"
-        )
-    if "eod-mask-loss" in given and not isolated:
-        draft.unread.append(
-            "--eod-mask-loss: with packed documents leaven also trains the token after an end of text"
-        )
     if "bf16" in given and "fp16" in given:
         raise InputError(f"{given.origin}: --bf16 and --fp16: these are two precisions; remove one")
     compute = "bf16" if "bf16" in given else "fp16" if "fp16" in given else "fp32"
     given.put("precision.compute", compute, "bf16", "fp16")
+
+
+def _positions(given: Settings) -> None:
+    """Set the kind of positions, the rotary fraction and the sequence length."""
+    rotary = "use-rotary-position-embeddings" in given or given["position-embedding-type"] == "rope"
+    if rotary:
+        given.put("model.positions", "rope", "use-rotary-position-embeddings", "position-embedding-type")
+        given.put("model.rotary_fraction", given["rotary-percent"], "rotary-percent")
+    rows = given["max-position-embeddings" if "max-position-embeddings" in given else "seq-length"]
+    if rows == given["seq-length"]:
+        given.put("model.seq_len", rows, "seq-length", "max-position-embeddings")
+    elif not rotary:
+        given.draft.unread.append(
+            f"--max-position-embeddings {rows:,}: leaven has a position for each of --seq-length"
+        )
+
+
+def _documents(given: Settings) -> None:
+    """Set whether documents are isolated in ``given.draft``."""
+    draft, flags = given.draft, ("reset-attention-mask", "reset-position-ids")
+    alone = [flag for flag in flags if flag in given]
+    if len(alone) == 2:
+        given.put("data.documents", "isolated", *flags, "eod-mask-loss")
+        if "eod-mask-loss" not in given:
+            draft.unread.append(
+                "no --eod-mask-loss: with isolated documents leaven never trains the token after an end of text"
+            )
+        return
+    given.put("data.documents", "packed", *flags)
+    draft.unread += [f"--{flag} alone: leaven has {' and '.join(flags)} only together" for flag in alone]
+    if "eod-mask-loss" in given:
+        draft.unread.append(
+            "--eod-mask-loss: with packed documents leaven also trains the token after an end of text"
+        )
 
 
 def _window(given: Settings) -> None:
@@ -196,7 +235,9 @@ def _window(given: Settings) -> None:
             f"{given.origin}: --window-attn-skip-freq {skip}: leaven supports only windows in all layers but every "
             f"N-th; write the number N, or a pattern of {layers} layers"
         )
-    if sides[1] != "-1" and every != 1:  # otherwise no layer has a window
+    if sides[1] == "-1" or every == 1:
+        given.put("model.window", None, "window-size", "window-attn-skip-freq")
+    else:
         given.put("model.window", int(sides[1]) + 1, "window-size")
         given.put("model.global_every", every, "window-attn-skip-freq")
 
@@ -211,9 +252,10 @@ def _pattern(word: str, layers: int) -> str:
     if not found:
         return ""
     terms = re.findall(r"\[([01,]+)\](?:\*(\d+))?", found[1])
-    once = "".join(bits.replace(",", "") * min(int(times or 1), layers + 1) for bits, times in terms)
-    pattern = once * min(int(found[2] or 1), layers + 1)
-    return pattern if len(pattern) == layers else ""
+    once, times = [(bits.replace(",", ""), int(times or 1)) for bits, times in terms], int(found[2] or 1)
+    if sum(len(bits) * number for bits, number in once) * times != layers:
+        return ""
+    return "".join(bits * number for bits, number in once) * times
 
 
 def _experts(given: Settings) -> None:
@@ -295,7 +337,8 @@ def _modules(given: Settings, shape: ModelShape) -> None:
         multiply("init_std", modules, relative, "--embedding-init-method-std / --init-method-std")
     if "lr" in given and "decoupled-lr" in given:
         modules = ["embedding"] if shape.tied_embeddings else ["embedding", "unembedding"]
-        multiply("lr", modules, given["decoupled-lr"] / given["lr"], "--decoupled-lr / --lr")
+        why = f"{given.why('decoupled-lr', 'decoupled-min-lr')} / --lr"
+        multiply("lr", modules, given["decoupled-lr"] / given["lr"], why)
         floor = given["decoupled-min-lr" if "decoupled-min-lr" in given else "min-lr"]
         share = given["min-lr"] / given["lr"]
         if not math.isclose(floor, share * given["decoupled-lr"], rel_tol=1e-6):
@@ -361,18 +404,20 @@ def _schedule(given: Settings, length: int) -> None:
         draft.set("schedule.min_lr_ratio", ratio, f"{given.why('min-lr')} / --lr")
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
-    def span(*flags: str) -> int | None:
-        """Return the value of the first given flag in tokens. The names of ``flags`` end with -samples or -iters.
+    def span(*flags: str) -> tuple[str, int | None]:
+        """Return the first given flag, and its value in tokens. The names of ``flags`` end with -samples or -iters.
 
-        Return None if no flag is given, or if the flag counts iterations and the batch size is not known.
+        The value is None if no flag is given, or if the flag counts iterations and the batch size is not known.
         """
         flag = next((flag for flag in flags if flag in given), "")
         size = length if flag.endswith("-samples") else batch
-        return int(given[flag] * size) if flag and size is not None else None
+        return flag, int(given[flag] * size) if flag and size is not None else None
 
-    end = span("lr-decay-samples", "lr-decay-iters")
+    flag, end = span("lr-decay-samples", "lr-decay-iters")
     if end is not None and duration is not None and end != duration:
-        draft.unread.append(f"--lr-decay-samples or -iters: {end:,} tokens; leaven's schedule ends with the run")
+        draft.unread.append(f"--{flag}: {end:,} tokens; leaven's schedule ends with the run")
+    elif end is not None and duration is not None:
+        draft.why["data.tokens"] += f", as --{flag}"
     flags = ("lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
     # 0 is Megatron's default of -samples and -iters. Megatron refuses -fraction, even of 0, beside one that is not 0.
     counting = [flag for flag in flags if flag in given and given[flag] != 0]
@@ -380,7 +425,7 @@ def _schedule(given: Settings, length: int) -> None:
     if counting and counting[0] == "lr-warmup-fraction":
         warmup = None if duration is None else round(given["lr-warmup-fraction"] * (end or duration))
     elif counting:
-        warmup = span(counting[0])
+        _, warmup = span(counting[0])
     given.put("schedule.warmup_tokens", warmup or 0, *(counting[:1] or flags))
     if counting and warmup is None:
         need = "number of training steps" if counting[0] == "lr-warmup-fraction" else "--global-batch-size"
@@ -389,9 +434,9 @@ def _schedule(given: Settings, length: int) -> None:
         return
     if given["lr-wsd-decay-style"] != "minus_sqrt":
         draft.unread.append(f"--lr-wsd-decay-style {given['lr-wsd-decay-style']}: leaven supports only minus_sqrt")
-    cooldown = span("lr-wsd-decay-samples", "lr-wsd-decay-iters")
+    flag, cooldown = span("lr-wsd-decay-samples", "lr-wsd-decay-iters")
     if cooldown is not None and duration:
-        given.put("schedule.decay_ratio", cooldown / duration, "lr-wsd-decay-samples", "lr-wsd-decay-iters")
+        given.put("schedule.decay_ratio", cooldown / duration, flag)
 
 
 def _layout(given: Settings, ranks: int | None) -> None:
@@ -399,7 +444,8 @@ def _layout(given: Settings, ranks: int | None) -> None:
     draft = given.draft
     zero = given.choice("data-parallel-sharding-strategy")
     if "use-megatron-fsdp" in given:
-        given.put("layout.zero", zero, "data-parallel-sharding-strategy")
+        flags = ("data-parallel-sharding-strategy", "use-megatron-fsdp", "use-distributed-optimizer")
+        given.put("layout.zero", zero, *flags)
     if given["recompute-granularity"]:
         given.put("layout.recompute", given.choice("recompute-granularity"), "recompute-granularity")
     elif "recompute-activations" in given:
