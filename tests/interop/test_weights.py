@@ -615,7 +615,7 @@ def test_other_names_of_keys_are_read(tmp_path: Path, name: str, key: str, value
     assert shape != shape_of(architecture, plain)
     assert shape_of(architecture, plain | {key: value}) == shape
     assert shape_of(architecture, plain | {key: value, current: value}) == shape
-    with refused(f"config.json: {key} = {value} and {current} = {value + 1} mean the same; remove one"):
+    with refused(f"{key} = {value} and {current} = {value + 1} mean the same; remove one"):
         shape_of(architecture, plain | {key: value, current: value + 1})
     (tmp_path / "config.json").write_text(json.dumps(plain | {"model_type": architecture.model_type, key: value}))
     draft = Draft("x")

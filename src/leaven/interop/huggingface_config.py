@@ -91,9 +91,7 @@ def given_keys(architecture: Architecture, config: Config) -> Config:
         name = architecture.aliases.get(key, key)
         if value is not None and stated.setdefault(name, value) != value:
             other = next(old for old in config if old != key and architecture.aliases.get(old, old) == name)
-            raise InputError(
-                f"{other} = {stated[name]!r} and {key} = {value!r} mean the same; remove one"
-            )
+            raise InputError(f"{other} = {stated[name]!r} and {key} = {value!r} mean the same; remove one")
     given = architecture.defaults | stated
     for key in (theirs for ours in (*implied(1, 1), *_OPTIONAL) for theirs in architecture.keys.get(ours, ())):
         if config.get(key, ...) is None:  # null replaces the default, a missing key does not
@@ -202,7 +200,7 @@ def _set_global_layers(architecture: Architecture, given: Config, values: dict[s
             )
         return
     if (layers := values["n_layers"]) > MAX_LAYERS:  # the length of the lists of types below
-        raise InputError(f"config.json: {layers:,} layers; leaven supports at most {MAX_LAYERS:,}")
+        raise InputError(f"{layers:,} layers; leaven supports at most {MAX_LAYERS:,}")
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2
     every = next((n for n in range(layers + 1) if types[:layers] == layer_types(layers, n)), None)
     if every is None:
