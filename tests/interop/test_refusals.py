@@ -175,6 +175,14 @@ SWAPPED = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
         ({"ratios": leaven.Ratios(width=4)}, "width is 4, but width of model / width of base is 2"),
         ({"hyperparameters": TUNED | {"optimizer": "adam"}}, "optimizer is adam, but the groups are for AdamW"),
         ({"hyperparameters": TUNED | {"grad_clip": 0.5}}, "grad_clip.*torch.nn.utils.clip_grad_norm_"),
+        (
+            {"hyperparameters": TUNED | {"z_loss": 1e-4}},
+            r"z_loss is 0.0001.*add nothing to the loss; set z_loss to 0",
+        ),
+        (
+            {"hyperparameters": {"lr": 0.01, "modules": {"mlp.in": {"init_std": 2.0}}}},
+            "modules.mlp.in.init_std is given, but the model keeps its initial values; give init_std",
+        ),
         ({"roles": {"*.no_proj.weight": "hidden_weight"}}, r"no parameter matches '\*.no_proj.weight'"),
         ({"roles": {"lm_head.weight": "readout"}}, "unknown role 'readout'; the roles are embedding"),
         (

@@ -719,6 +719,23 @@ def test_bad_input_is_one_line_and_nothing_is_written(write: Write, error: str) 
     assert not Path("study").exists()
 
 
+def test_values_that_an_earlier_study_lacks_are_named(write: Write) -> None:
+    command = f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}"
+    tune(write(command), "--study", "first", "--trials", 4)
+    other = write(
+        command.replace("{weight_decay}", "{decay}"),
+        space=SPACE.replace("weight_decay =", "decay ="),
+        name="other.toml",
+    )
+    assert "--from-study first: it did not search decay, so its trials count as if they had run at the start" in tune(
+        other, "--study", "second", "--trials", 2, "--from-study", "first"
+    )
+    none = write(f"{BIGRAM} --lr={{rate}} --seed={{seed}}", space=ONE.replace("lr =", "rate ="), name="none.toml")
+    printed = tune(none, "--study", "third", "--trials", 2, "--from-study", "first", code=2)
+    assert "this study searched lr and weight_decay, and none of these values is in the command file" in printed
+    assert not Path("third").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

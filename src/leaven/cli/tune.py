@@ -185,8 +185,8 @@ def tune(
         study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
         with stop_on_signal() as stop, study_of.reporting_to(errors.print, stop) as opened:
-            if from_study is not None and of_file is None:
-                warn(unlike_earlier(from_study, around.recipe))
+            if from_study is not None:
+                warn(unlike_earlier(from_study, opened.space))
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
             with TuneScreen(opened.state(), trials, workers, stack=opened.stack) as screen:

@@ -135,7 +135,7 @@ def parametrize(
         base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
             device.
         hyperparameters: The hyperparameters of the base, with the keys of a recipe's ``[hyperparameters]``.
-            ``optimizer`` is adamw or muon. Clip gradients in your own loop.
+            ``optimizer`` is adamw or muon. Clip gradients in your own loop, and add a z-loss there.
         ratios: The model's batch size and number of training tokens, each divided by the base's.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
@@ -312,6 +312,18 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
         raise InputError(
             f"parametrize: hyperparameters is {given!r:.60}; give a dict, as in {{'lr': 0.01}}, or a "
             "leaven.Hyperparameters"
+        )
+    if tuned.z_loss:
+        raise InputError(
+            f"parametrize: z_loss is {tuned.z_loss:g}, but parameter groups add nothing to the loss; set z_loss to 0 "
+            "and add z_loss x (logsumexp of the logits)^2 to your loss"
+        )
+    factors_of_init = [f"modules.{name}.init_std" for name, each in tuned.modules.items() if each.init_std != 1]
+    factors_of_init += ["depth.init_std"] * any(factor != 1 for factor in tuned.depth.init_std)
+    if factors_of_init and not initialise and isinstance(given, Mapping):
+        raise InputError(
+            f"parametrize: {factors_of_init[0]} is given, but the model keeps its initial values; give init_std or "
+            f"init and leave out initialise=False, or leave out {factors_of_init[0]}"
         )
     if tuned.optimizer == "adam":
         raise InputError(

@@ -12,7 +12,7 @@ special cases:
   the earlier study. If a search has chosen the value in the new recipe, it is the distance from the best point of the
   earlier study.
 
-If both studies run a command, values of the same name are compared.
+If both studies run a command, values of the same name are compared. At least one name must be in both.
 """
 
 import math
@@ -25,6 +25,7 @@ import numpy as np
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
+from leaven.recipe.units import listed
 from leaven.scaling.tested_ranges import unlike
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
@@ -53,6 +54,11 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
         point_of = partial(_point_of_command, space)
     else:
         raise InputError(f"{what}: this study has no command file, unlike the new search; leave --from-study out")
+    if isinstance(space, CommandSpace) and not set(space.paths) & {d.path for d in document.dimensions}:
+        raise InputError(
+            f"{what}: this study searched {listed([d.path for d in document.dimensions], 'and')}, and none of these "
+            "values is in the command file; give a value the same name in both, or leave --from-study out"
+        )
     others = [d for d in document.dimensions if d.path not in space.paths and d.path not in CHOICES]
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
     if len(ended) < LEAST:
@@ -73,10 +79,20 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
     return EarlierTrials(np.array(rows), np.array([trial.loss for trial in ended], float), noise), noise
 
 
-def unlike_earlier(folder: Path, recipe: Recipe) -> list[str]:
-    """Return warnings if the vocabulary or the sequence length differs from the study in ``folder``."""
-    model = read_recipe(folder / "centre.toml").model
-    return [f"--from-study {folder}: {one.message}" for one in unlike(dict(model), recipe)]
+def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
+    """Return warnings if the study in ``folder`` had another vocabulary or sequence length, or other values."""
+    what = f"--from-study {folder}"
+    if isinstance(space, Space):
+        model = read_recipe(folder / "centre.toml").model
+        return [f"{what}: {one.message}" for one in unlike(dict(model), space.recipe)]
+    before = {d.path for d in read_document(folder).dimensions}
+    missing = sorted(set(space.paths) - before)
+    if not missing:
+        return []
+    return [
+        f"{what}: it did not search {listed(missing, 'and')}, so its trials count as if they had run at the start; "
+        "if a value only had another name there, give it the same name"
+    ]
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
