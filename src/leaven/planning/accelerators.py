@@ -62,10 +62,11 @@ class Sustained(_Group):
     matmul: _Positive
     attention: _Positive  # forward pass
     attention_backward: _Positive
+    grouped: _Positive | None = None  # torch's grouped product of experts
 
     @property
     def rates(self) -> dict[str, float]:
-        return self.model_dump(exclude={"source", "confidence"})
+        return self.model_dump(exclude={"source", "confidence"}, exclude_none=True)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from functools import cache
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.stages import in_flight, rank_blocks, rank_parameters, sharers
+from leaven.planning.traced import traced_bytes
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
@@ -206,7 +207,7 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode)
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
     kept = [
-        (block_kept(block, table.d_model, table.seq_len, t, recompute=layout.recompute, code=code), count)
+        (block_kept(block, table.d_model, table.seq_len, t, layout.ep, recompute=layout.recompute, code=code), count)
         for block, count in blocks
     ]
     stays = sum(count * each.stays for each, count in kept)
@@ -257,7 +258,9 @@ def activation_parts(
         if layout.recompute == "none":
             by_operator = operators_kept(block, table.d_model, table.seq_len, layout.tp, code)
         else:
-            kept = block_kept(block, table.d_model, table.seq_len, layout.tp, recompute=layout.recompute, code=code)
+            kept = block_kept(
+                block, table.d_model, table.seq_len, layout.tp, layout.ep, recompute=layout.recompute, code=code
+            )
             by_operator = {"kept": kept.stays}
         for name, each in by_operator.items():
             found[name] += tokens * count * each
@@ -284,6 +287,8 @@ def operators_kept(
     Source: Korthikanti 2022, arXiv 2205.05198, equations 2 and 4. Tokens are assumed to be spread evenly over
     experts.
     """
+    if code.traced and not code.fused:
+        return {"block": traced_bytes(block, d_model, tp, dict(code.traced)).saved}
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
     gathered = 1 if code.gathered_inputs else stretch
@@ -335,8 +340,8 @@ def operators_kept(
 
 
 @cache
-def block_kept(
-    block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
+def block_kept(  # noqa: PLR0917 (a cache)
+    block: BlockTable, d_model: int, seq_len: int, tp: int, ep: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
@@ -349,17 +354,20 @@ def block_kept(
     elif code.selective == "core":  # a flash kernel saves no scores, so core is 0
         stays = everything - core
     else:
-        # torchtitan saves the outputs of every second matrix product.
-        every_second = sum(
-            code.element * row.n * row.passed / (tp if row.split == "column" else stretch)
-            for row in block.matmuls[::2]
-        )
-        stays = block_input + by_operator["attention.out"] + every_second
+        # torchtitan saves the outputs of every second matrix product, but not those of routed experts: for them, what
+        # ranks have exchanged. Source: pytorch/torchtitan, distributed/activation_checkpoint.py.
+        dense = [row for row in block.matmuls if not row.routed]
+        every_second = sum(code.element * row.n / (tp if row.split == "column" else stretch) for row in dense[::2])
+        routed = max((row.passed for row in block.matmuls if row.routed), default=0) if ep > 1 else 0
+        kept = code.element * (block.core.heads * block.core.d_v / tp + 2 * routed * d_model / stretch)
+        stays = block_input + kept + every_second
     # The peak is in the MLP (gradients of its tensors and of its gathered output) or, without a flash kernel, in
     # attention (gradients of scores and probabilities). At that time, the saved tensors of the MLP are already free.
     e = code.element
     mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "mlp.shared", "mlp.experts", "mlp.experts.inputs"))
     widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))
     gradients = e * widths / tp + e * d_model
+    if code.traced and not code.fused:
+        gradients = traced_bytes(block, d_model, tp, dict(code.traced)).temporary
     scores = 0.0 if code.flash_attention else 2 * e * block.core.heads * seq_len / tp
     return Kept(stays, everything - stays, max(gradients, scores - mlp), mlp)

@@ -12,10 +12,9 @@ from math import ceil
 from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
 from leaven.planning.collectives import reached
+from leaven.planning.traced import STREAMED, traced_bytes
 from leaven.planning.training_codes import TrainingCode
 
-# Share of the memory bandwidth that a kernel reaches if it only reads and writes.
-STREAMED = 0.85
 # Speed of flash attention / sustained matmul rate for accelerators without measured rates (``sustained``). All scores
 # are counted: a causal kernel skips half of them, and is about half as efficient on the rest.
 FLASH = 0.85
@@ -115,8 +114,11 @@ def block_operators(
 ) -> tuple[Operator, ...]:
     """Return the operators of one block, with their times on one rank."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
-    found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
-    found.append(_activation(block, work, accelerator, code))
+    found.append(_attention(block, work, accelerator, code))
+    if code.traced and not code.fused:
+        found.append(_traced(block, work, accelerator, code))
+        return tuple(operator.times(code.slower) for operator in found)
+    found += [_norms(block, work, accelerator, code), _activation(block, work, accelerator, code)]
     found += _sorting(block, work, accelerator, code)
     # Rotary positions: queries and keys are read and written once if fused, otherwise four times. Also counted for
     # blocks with other positions, except those with dropout: with an exact condition, errors on MPT (ALiBi) are
@@ -153,7 +155,17 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
         turns * matmul_seconds(sizes, accelerator, count=at_once, dtype=dtype) for sizes in ((m, n, k), (m, k, n))
     )
     weight = turns * matmul_seconds((n, k, m), accelerator, count=at_once, dtype=dtype, over_tokens=True)
-    return Operator(" + ".join(row.name for row in rows), forward, inputs + weight, weight)
+    slower = 1.0
+    if first.routed and code.torch_grouped and accelerator.sustained and accelerator.sustained.grouped:
+        slower = accelerator.sustained.matmul / accelerator.sustained.grouped
+    return Operator(" + ".join(row.name for row in rows), forward, inputs + weight, weight).times(slower)
+
+
+def _traced(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
+    """Return all kernels between the products of a block as one operator."""
+    moved = traced_bytes(block, work.width, work.tp, dict(code.traced))
+    rate = accelerator.memory_tb_s * 1e12 * code.traced_share
+    return Operator("between products", work.tokens * moved.forward / rate, work.tokens * moved.backward / rate)
 
 
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:

@@ -121,7 +121,9 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
         last = sum(operator.forward for operator in operators if operator.name == "mlp.out")
         return once - (last if code.stops_early else 0.0)
     # With ``selective = "products"``, attention and every second matrix product are kept.
-    kept = core + sum(operator.forward for operator in operators if operator.weight) / 2
+    # Products of routed experts are repeated.
+    dense = (operator for operator in operators if operator.weight and "experts" not in operator.name)
+    kept = core + sum(operator.forward for operator in dense) / 2
     return once - kept
 
 

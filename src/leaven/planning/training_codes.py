@@ -15,6 +15,7 @@ from leaven.errors import InputError
 from leaven.planning.accelerators import Dtype
 from leaven.planning.collectives import LINK_SHARE
 from leaven.planning.hardware import Cluster
+from leaven.planning.traced import STREAMED, Traced
 
 Selective = Literal["core", "products"]
 Balance = Literal["weight", "number", "work"]
@@ -103,6 +104,10 @@ class TrainingCode:
     consecutive: bool = False
     permuted: float | None = None  # share of the memory bandwidth that copying tokens reaches; None: as other copies
     experts_at_once: int = 0  # number of products of experts that run at the same time; 0: all of a rank
+    torch_grouped: bool = False  # products of experts are torch's grouped product, which is slower on some devices
+    # What the kernels between products move and save, by width (traced.py). Empty: counted in operators.py, memory.py.
+    traced: tuple[tuple[str, Traced], ...] = ()
+    traced_share: float = STREAMED  # share of the memory bandwidth that these kernels reach
 
     def __hash__(self) -> int:
         return self._hash
@@ -141,7 +146,7 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
         values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
         for group, entries in groups.items():
             assert entries.pop("source", ""), f"{path}: [{name}] {group} has no source"
-            values[name] |= entries
+            values[name] |= {"traced": tuple(entries.items())} if group == "traced" else entries
         yield name, adapter.validate_python(values[name])
 
 
