@@ -13,7 +13,6 @@ src/leaven/planning/training_codes.toml. Packages that torchtitan imports and a 
 import argparse
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import random
 import sys
 import types
@@ -21,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import torch
@@ -150,10 +149,13 @@ def trace(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]]) 
     """Return the bytes that a module moves forward and backward, saves, and needs at most beside what it saves."""
     global _tracer
     saved: dict[int, int] = {}
-    F.rms_norm = lambda x, _, weight=None, eps=None: _Norm.apply(x, weight)
-    F.scaled_dot_product_attention = lambda q, k, v, *_, **__: _Attention.apply(q, k, v)
-    torch.histc = lambda x, bins, **_: torch.zeros(bins, dtype=torch.int64)  # is not implemented for fake int64
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        patch.object(F, "rms_norm", lambda x, _, weight=None, eps=None: _Norm.apply(x, weight)),
+        patch.object(F, "scaled_dot_product_attention", lambda q, k, v, *_, **__: _Attention.apply(q, k, v)),
+        # Not implemented for integers without memory.
+        patch.object(torch, "histc", lambda x, bins, **_: torch.zeros(bins, dtype=torch.int64)),
+    ):
         torch.set_default_dtype(torch.bfloat16)
         module = make()
         torch.set_default_dtype(torch.float32)

@@ -45,7 +45,7 @@ _MIXTRAL: dict[str, Any] = {
     "n_shared_experts": 0, "confidence": "file",
 }  # fmt: skip
 _MODEL_ZOO = "yanring/Megatron-MoE-ModelZoo: model_configs/benchmarking"
-_EXPERTS = {
+EXPERTS = {
     "mixtral-8x7b": PublishedArchitecture(
         n_layers=32, d_model=4096, n_heads=32, d_ff=14_336, n_experts=8, experts_per_token=2, d_expert=14_336,
         source=f"{_MODEL_ZOO}/Mixtral-8x7B.yaml", **_MIXTRAL,
@@ -135,7 +135,7 @@ def with_experts(row: PublishedRow) -> Model | None:
     """The model of a row that names one with experts, or None; its layers and vocabulary may be the row's own."""
     name = str(row.get("model_name") or "").strip().lower()
     try:
-        arch = _EXPERTS.get(name) or find_run(name).arch
+        arch = EXPERTS.get(name) or find_run(name).arch
     except InputError:
         return None
     if not arch.n_experts:

@@ -179,14 +179,14 @@ def test_selective_recomputation_saves_the_scores_and_nothing_with_a_flash_kerne
     (block, _) = blueprint(gpt(48, 6144, 64)).kinds[0]
     scores = 5 * 64 * 2048
     for code, saved in ((MEGATRON_FP16, scores), (TrainingCode(), 0)):
-        none, selective = (block_kept(block, 6144, 2048, 1, recompute=kind, code=code) for kind in KINDS)
+        none, selective = (block_kept(block, 6144, 2048, 1, 1, recompute=kind, code=code) for kind in KINDS)
         assert none.stays - selective.stays == selective.once == saved
         assert none.once == 0
 
 
 def test_torchtitans_selective_recomputation_keeps_every_second_product_and_the_attentions() -> None:
     (block, _) = blueprint(LLAMA_8B).kinds[0]
-    kept = block_kept(block, 4096, 8192, 1, recompute="selective", code=TORCHTITAN).stays
+    kept = block_kept(block, 4096, 8192, 1, 1, recompute="selective", code=TORCHTITAN).stays
     assert kept == 2 * (4096 + 4096 + 1024 + 14_336 + 4096 + 4096)  # input, query, value, gate, mlp.out; attention
 
 

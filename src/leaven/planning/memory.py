@@ -341,7 +341,14 @@ def operators_kept(
 
 @cache
 def block_kept(  # noqa: PLR0917 (a cache)
-    block: BlockTable, d_model: int, seq_len: int, tp: int, ep: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
+    block: BlockTable,
+    d_model: int,
+    seq_len: int,
+    tp: int,
+    ep: int,
+    *,
+    recompute: Recompute,
+    code: TrainingCode = LEAVEN_BF16,
 ) -> Kept:
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
