@@ -35,13 +35,48 @@ from torch.utils._pytree import tree_leaves
 
 SEQUENCES, SEQ_LEN = 32, 8192  # so many tokens that operations on weights do not count
 _REPLACED = {"triton", "tyro", "torchdata", "datasets", "deep_ep", "torchao", "tensorboard", "wandb", "einops"}
-_VIEWS = set(
-    "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze detach alias split split_with_sizes "
-    "as_strided _reshape_alias unbind lift_fresh view_as_complex view_as_real empty empty_like new_empty "
-    "empty_strided new_empty_strided _local_scalar_dense".split()
-)
+_VIEWS = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "alias",
+    "split",
+    "split_with_sizes",
+    "as_strided",
+    "_reshape_alias",
+    "unbind",
+    "lift_fresh",
+    "view_as_complex",
+    "view_as_real",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "_local_scalar_dense",
+}
 _PRODUCTS = {"mm", "addmm", "_grouped_mm"}
-_FILLS = set("zeros zeros_like new_zeros ones_like fill full full_like ones arange zero scalar_tensor".split())
+_FILLS = {
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "ones_like",
+    "fill",
+    "full",
+    "full_like",
+    "ones",
+    "arange",
+    "zero",
+    "scalar_tensor",
+}
 _READ = {"index", "gather", "index_select", "embedding"}  # read as much as they write
 _WRITTEN = {"index_put", "_index_put_impl", "scatter_add", "scatter", "index_add"}  # read their source, write as much
 
@@ -56,6 +91,8 @@ def size(x: Tensor) -> int:
 
 class Tracer(TorchDispatchMode):
     """Count the bytes that kernels move, and the most that lives at a time."""
+
+    now: "Tracer"  # the one that runs, for the kernels below
 
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
@@ -113,22 +150,19 @@ class Tracer(TorchDispatchMode):
         weakref.finalize(storage, freed)
 
 
-_tracer: Tracer
-
-
 class _Norm(torch.autograd.Function):
     """RMSNorm as one kernel forward and two backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        _tracer.add(2 * size(x))
+        Tracer.now.add(2 * size(x))
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        _tracer.add(3 * size(x))
+        Tracer.now.add(3 * size(x))
         return torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -147,7 +181,6 @@ class _Attention(torch.autograd.Function):
 
 def trace(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]]) -> dict[str, float]:
     """Return the bytes that a module moves forward and backward, saves, and needs at most beside what it saves."""
-    global _tracer
     saved: dict[int, int] = {}
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -165,7 +198,7 @@ def trace(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]]) 
         given = inputs()
         weights = {p.untyped_storage()._cdata for p in module.parameters()}
         of_inputs = {x.untyped_storage()._cdata for x in given if isinstance(x, Tensor)}
-        _tracer = Tracer(weights | of_inputs)
+        tracer = Tracer.now = Tracer(weights | of_inputs)
 
         def keep(x: Tensor) -> Tensor:
             storage = x.untyped_storage()
@@ -173,12 +206,12 @@ def trace(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]]) 
                 saved[storage._cdata] = storage.nbytes()
             return x
 
-        with _tracer, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        with tracer, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             out = module(*given)
-            _tracer.phase = "backward"
+            tracer.phase = "backward"
             out.backward(torch.empty_like(out))
     kept = sum(saved.values())
-    return dict(_tracer.moved) | {"saved": kept, "temporary": _tracer.peak - kept}
+    return dict(tracer.moved) | {"saved": kept, "temporary": tracer.peak - kept}
 
 
 class _Replacement(types.ModuleType, importlib.abc.Loader):

@@ -35,7 +35,8 @@ def test_every_traced_code_has_the_factors_of_every_block() -> None:
     for code in CODES:
         for block, d_model in ((QWEN3, 4096), (DEEPSEEK.blocks[0], 7168), (DEEPSEEK.blocks[-1], 7168)):
             found = traced_bytes(block, d_model, 1, dict(code.traced))
-            assert 0 < found.forward < found.backward and 0 < found.temporary < found.saved
+            assert 0 < found.forward < found.backward
+            assert 0 < found.temporary < found.saved
 
 
 def test_the_kernels_between_products_take_the_time_of_their_bytes() -> None:

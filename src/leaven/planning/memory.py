@@ -340,7 +340,7 @@ def operators_kept(
 
 
 @cache
-def block_kept(  # noqa: PLR0917 (a cache)
+def block_kept(
     block: BlockTable,
     d_model: int,
     seq_len: int,

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from leaven.planning.blueprint import BlockTable
 
-
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
 STREAMED = 0.85
 
