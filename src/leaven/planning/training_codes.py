@@ -105,7 +105,7 @@ class TrainingCode:
     permuted: float | None = None  # share of the memory bandwidth that copying tokens reaches; None: as other copies
     experts_at_once: int = 0  # number of products of experts that run at the same time; 0: all of a rank
     torch_grouped: bool = False  # products of experts are torch's grouped product, which is slower on some devices
-    # What the kernels between products move and save, by width (traced.py). Empty: as operators.py and memory.py count.
+    # What the kernels between products move and save, by width (traced.py). Empty: as in operators.py and memory.py.
     traced: tuple[tuple[str, Traced], ...] = ()
     traced_share: float = STREAMED  # share of the memory bandwidth that these kernels reach
 
