@@ -96,6 +96,20 @@ EXPERTS = {
         qkv_bias=True, n_dense_layers=0, n_experts=60, experts_per_token=4, n_shared_experts=4, d_expert=1408,
         source="Qwen1.5-MoE-A2.7B, config.json: a shared expert of 5632", confidence="paper-memory",
     ),
+    "llama-4-scout": PublishedArchitecture(
+        n_layers=48, d_model=5120, n_heads=40, n_kv_heads=8, d_head=128, d_ff=16_384, vocab_size=202_048,
+        activation="swiglu", gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False,
+        bias=False, n_dense_layers=0, n_experts=16, experts_per_token=1, n_shared_experts=1, d_expert=8192,
+        source="pytorch/torchtitan, models/llama4: 17bx16e, every layer with experts (width of experts: remembered)",
+        confidence="file",
+    ),
+    "deepspeed-moe-1.3b-128": PublishedArchitecture(
+        n_layers=24, d_model=2048, n_heads=16, d_ff=8192, vocab_size=50_257, activation="gelu", gated=False,
+        norm="layernorm", positional="learned", tied_embeddings=True, qk_norm=False, bias=True, n_dense_layers=12,
+        n_experts=128, experts_per_token=1, n_shared_experts=0, d_expert=8192,
+        source="microsoft/Megatron-DeepSpeed: examples_deepspeed/MoE/ds_pretrain_gpt_1.3B_MoE128.sh",
+        confidence="file",
+    ),
     "llama-4-maverick": PublishedArchitecture(
         n_layers=48, d_model=5120, n_heads=40, n_kv_heads=8, d_head=128, d_ff=16_384, vocab_size=202_048,
         activation="swiglu", gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False,
