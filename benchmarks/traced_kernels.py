@@ -1,13 +1,15 @@
-"""Count what the kernels between the matrix products of torchtitan's blocks move and save.
+"""Count what the kernels between the matrix products of leaven's and torchtitan's blocks move and save.
 
+    python benchmarks/traced_kernels.py [--cases N]
     pip install --no-deps --target FOLDER torchtitan==0.2.1
-    python benchmarks/traced_kernels.py FOLDER [--cases N]
+    python benchmarks/traced_kernels.py --torchtitan FOLDER [--cases N]
 
-Runs blocks of Qwen3 and DeepSeek-V3 on tensors without memory (FakeTensorMode), forward and backward, at N sizes, and
-counts for every kernel the bytes of its inputs and outputs, without matrix products and attention; an RMSNorm counts
-as the fused kernel that CUDA has. The counts are sums over a few widths of the block, with factors in bytes per
-element and token: the least-squares solution over the sizes. These factors are ``traced`` of the training codes in
-src/leaven/planning/training_codes.toml. Packages that torchtitan imports and a block does not use are replaced.
+Runs leaven's blocks as on a GPU, or torchtitan's blocks of Qwen3 and DeepSeek-V3, on tensors without memory
+(FakeTensorMode), forward and backward, at N sizes. Counts for every kernel the bytes of its inputs and outputs,
+without matrix products and attention; an RMSNorm counts as the fused kernel that CUDA has. The counts are sums over a
+few widths of the block, with factors in bytes per element and token: the least-squares solution over the sizes. These
+factors, rounded, are ``moved`` and ``saved`` of the training codes in src/leaven/planning/training_codes.toml.
+Packages that torchtitan imports and a block does not use are replaced.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -33,7 +36,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from leaven.model import kernels, transformer
+from leaven.model.transformer import Block, Positions
+from leaven.recipe.shape import ModelShape
+
 SEQUENCES, SEQ_LEN = 32, 8192  # so many tokens that operations on weights do not count
+Traced = tuple[dict[str, float], dict[str, float]]  # widths of a block, and what was counted, in bytes
 _REPLACED = {"triton", "tyro", "torchdata", "datasets", "deep_ep", "torchao", "tensorboard", "wandb", "einops"}
 _VIEWS = {
     "view",
@@ -179,7 +187,9 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
-def trace(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]]) -> dict[str, float]:
+def trace(
+    make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, float]:
     """Return the bytes that a module moves forward and backward, saves, and needs at most beside what it saves."""
     saved: dict[int, int] = {}
     with (
@@ -189,7 +199,7 @@ def trace(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]]) 
         # Not implemented for integers without memory.
         patch.object(torch, "histc", lambda x, bins, **_: torch.zeros(bins, dtype=torch.int64)),
     ):
-        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_dtype(dtype)
         module = make()
         torch.set_default_dtype(torch.float32)
         for owner in module.modules():
@@ -272,7 +282,7 @@ def _with_deepep(moe: Any) -> type:
     return DeepEP
 
 
-def _qwen3(moe: Any, of: type, draw: random.Random) -> tuple[dict[str, float], dict[str, float]]:
+def _qwen3(moe: Any, of: type, draw: random.Random) -> Traced:
     """Trace a block of Qwen3 at a random size. Return its widths and its bytes per token."""
     from torchtitan.models.qwen3.model import model
     from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
@@ -295,7 +305,7 @@ def _qwen3(moe: Any, of: type, draw: random.Random) -> tuple[dict[str, float], d
     return widths | _mlp_widths(d, width, used, shared, dense=dense), found
 
 
-def _deepseek(moe: Any, of: type, draw: random.Random) -> tuple[dict[str, float], dict[str, float]]:
+def _deepseek(moe: Any, of: type, draw: random.Random) -> Traced:
     """Trace a block of DeepSeek-V3 at a random size, with positions on a third of a query."""
     from torchtitan.models.deepseek_v3.model import model
     from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
@@ -324,8 +334,8 @@ def _deepseek(moe: Any, of: type, draw: random.Random) -> tuple[dict[str, float]
     return widths | _mlp_widths(d, width, used, shared, dense=dense), found
 
 
-def _stream(d: int) -> Tensor:
-    return torch.empty(SEQUENCES, SEQ_LEN, d, dtype=torch.bfloat16, requires_grad=True)
+def _stream(d: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(SEQUENCES, SEQ_LEN, d, dtype=dtype, requires_grad=True)
 
 
 def _mlp_widths(d: int, width: int, used: int, shared: int, *, dense: bool) -> dict[str, float]:
@@ -335,12 +345,89 @@ def _mlp_widths(d: int, width: int, used: int, shared: int, *, dense: bool) -> d
     return dict(zip(names, (d, d * (shared > 0), shared * width, used * d, used * width), strict=True))
 
 
+class _LeavenBlock(nn.Module):
+    """A block of leaven with fp32 weights, computed in bf16 with autocast, or in fp32."""
+
+    def __init__(self, shape: ModelShape, fp32: bool) -> None:
+        super().__init__()
+        self.block = Block(shape, {}, 1.0, 0, (0.0, 0.0))
+        self.shape, self.fp32 = shape, fp32
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.fp32):
+            return self.block(x, Positions(self.shape, SEQ_LEN, x))
+
+
+def _leaven(draw: random.Random, fp32: bool) -> Traced:
+    """Trace one of leaven's blocks at a random size, with random norms and activation. In fp32, only dense blocks."""
+    d, heads, kv = draw.choice([1024, 2048, 4096]), draw.choice([16, 32, 64]), draw.choice([2, 4, 8])
+    width, used, shared = draw.choice([512, 768, 1536]), draw.choice([2, 4, 8]), draw.choice([0, 1, 2])
+    dense = fp32 or draw.random() < 0.5
+    placement = draw.choice(["pre", "output", "sandwich"]) if dense else "pre"
+    gated = not dense or draw.random() < 0.5
+    shape = ModelShape.model_validate(
+        {
+            "n_layers": 1, "d_model": d, "n_heads": heads, "n_kv_heads": kv, "d_attention": 128 * heads,
+            "d_head": 128,
+            "d_ff": 4 * width, "vocab_size": 512, "seq_len": SEQ_LEN, "qk_norm": draw.random() < 0.5,
+            "activation": "swiglu" if gated else "gelu", "norm_placement": placement,
+            "parallel_branches": dense and placement == "pre" and draw.random() < 0.4,
+            "experts": None if dense else {"number": 16, "active": used, "d_expert": width, "shared": shared},
+        }
+    )  # fmt: skip
+    gpu = (
+        patch.object(transformer.RMSNorm, "forward", _on_gpu),
+        patch.object(transformer, "causal_attention", lambda q, k, v, **_: _Attention.apply(q, k, v)),
+        patch.object(kernels, "has_grouped_kernel", lambda _: True),
+    )
+    with gpu[0], gpu[1], gpu[2]:
+        found = trace(lambda: _LeavenBlock(shape, fp32), lambda: (_stream(d, torch.float32),), dtype=torch.float32)
+    outputs = sum(name.endswith("_out") for name in shape.block_norms)
+    widths: dict[str, float] = {
+        "stream": d,
+        "norms": d * (len(shape.block_norms) - outputs),
+        "output_norms": d * outputs,
+    }
+    widths |= {"queries": heads * 128, "keys": 2 * kv * 128, "normed": (heads + kv) * 128 * shape.qk_norm}
+    of_mlp = _mlp_widths(d, width, used, shared, dense=dense)
+    return widths | of_mlp | {
+        "hidden": of_mlp["hidden"] * gated,
+        "plain_hidden": of_mlp["hidden"] * (not gated),
+    }, found
+
+
+def _on_gpu(norm: transformer.RMSNorm, x: Tensor) -> Tensor:
+    """Compute leaven's RMSNorm as on a GPU."""
+    return nn.RMSNorm.forward(norm, x.to(norm.weight.dtype)).to(transformer._compute_dtype(x))
+
+
+def _report(title: str, case: Callable[[random.Random], Traced], number: int) -> None:
+    """Print the factors of each width."""
+    draw, tokens = random.Random(0), SEQUENCES * SEQ_LEN
+    cases = [case(draw) for _ in range(number)]
+    names = list(cases[0][0])
+    table = np.array([list(widths.values()) for widths, _ in cases], float)
+    print(f"\n{title}: bytes per element and token")
+    print(f"{'':10}" + "".join(f"{width:>15}" for width in names) + f"{'worst error':>15}")
+    for kind in ("forward", "backward", "saved", "temporary"):
+        measured = np.array([found[kind] / tokens for _, found in cases])
+        factors = np.linalg.lstsq(table, measured, rcond=None)[0]
+        worst = np.abs(table @ factors / measured - 1).max()
+        print(f"{kind:10}" + "".join(f"{factor:15.1f}" for factor in factors) + f"{worst:15.1%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="where torchtitan is installed")
-    parser.add_argument("--cases", type=int, default=40)
+    parser.add_argument(
+        "--torchtitan", metavar="FOLDER", help="where torchtitan is installed; default: leaven's blocks"
+    )
+    parser.add_argument("--cases", type=int, default=60)
     args = parser.parse_args()
-    sys.path.insert(0, args.folder)
+    if args.torchtitan is None:
+        for fp32 in (False, True):
+            _report(f"leaven in {'fp32' if fp32 else 'bf16'}", partial(_leaven, fp32=fp32), args.cases)
+        return
+    sys.path.insert(0, args.torchtitan)
     torch.compile = lambda f=None, *_, **__: f if f is not None else (lambda g: g)
     sys.modules["torch.utils.tensorboard"] = _Replacement("torch.utils.tensorboard")
     sys.meta_path.insert(0, _Finder())
@@ -349,17 +436,7 @@ def main() -> None:
     for name, of, pad in (("torch's all-to-all", moe.MoE, _padded), ("DeepEP", _with_deepep(moe), lambda f: f)):
         moe.indices_padding_wrapper = pad
         for block in (_qwen3, _deepseek):
-            draw, tokens = random.Random(0), SEQUENCES * SEQ_LEN
-            cases = [block(moe, of, draw) for _ in range(args.cases)]
-            names = list(cases[0][0])
-            table = np.array([list(widths.values()) for widths, _ in cases], float)
-            print(f"\n{block.__name__[1:]}, {name}: bytes per element and token")
-            print(f"{'':12}" + "".join(f"{width:>16}" for width in names) + f"{'worst error':>16}")
-            for kind in ("forward", "backward", "saved", "temporary"):
-                measured = np.array([found[kind] / tokens for _, found in cases])
-                factors = np.linalg.lstsq(table, measured, rcond=None)[0]
-                worst = np.abs(table @ factors / measured - 1).max()
-                print(f"{kind:12}" + "".join(f"{factor:16.2f}" for factor in factors) + f"{worst:16.1%}")
+            _report(f"{block.__name__[1:]}, {name}", partial(block, moe, of), args.cases)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,9 @@ EXPERTS = {
         confidence="file",
     ),
     "deepspeed-moe-1.3b-128": PublishedArchitecture(
-        n_layers=24, d_model=2048, n_heads=16, d_ff=8192, vocab_size=50_257, activation="gelu", gated=False,
-        norm="layernorm", positional="learned", tied_embeddings=True, qk_norm=False, bias=True, n_dense_layers=12,
-        n_experts=128, experts_per_token=1, n_shared_experts=0, d_expert=8192,
+        n_layers=24, d_model=2048, n_heads=16, n_kv_heads=16, d_ff=8192, vocab_size=50_257, activation="gelu",
+        gated=False, norm="layernorm", positional="learned", tied_embeddings=True, qk_norm=False, bias=True,
+        n_dense_layers=12, n_experts=128, experts_per_token=1, n_shared_experts=0, d_expert=8192,
         source="microsoft/Megatron-DeepSpeed: examples_deepspeed/MoE/ds_pretrain_gpt_1.3B_MoE128.sh",
         confidence="file",
     ),

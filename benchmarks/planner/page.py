@@ -31,7 +31,15 @@ PROPER = {  # the tables that count
     test: [name for name in tables if not name.endswith(("_fp8", "_unsure", "_natural", "_near"))]
     for test, tables in LATER.items()
 }
-OTHER_CODES = ("automodel", "primus", "torchtitan", "titan", "prime_rl")  # others are Megatron-LM on NVIDIA's devices
+OTHER_CODES = (
+    "automodel",
+    "primus",
+    "torchtitan",
+    "titan",
+    "prime_rl",
+    "trl",
+    "pith",
+)  # others are Megatron-LM on NVIDIA's devices
 SEARCHED = ("simumax_b200_deepseek_v2", "simumax_b200_llama3_70b")
 EXPERTS = ("simumax_b200_deepseek_v2", "simumax_b200_deepseek_v3", "megatron_experts_h100", "megatron_bridge_experts")
 _TWO_READINGS = ("megatron_experts_h100", "qwen3 row 3")

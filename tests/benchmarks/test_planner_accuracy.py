@@ -284,7 +284,13 @@ def test_models_with_experts_have_their_published_number_of_parameters(
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("blind-experts-2.yaml", 77), ("blind-experts-3.yaml", 45), ("blind-experts-4.yaml", 87)]
+    ("name", "number"),
+    [
+        ("blind-experts-2.yaml", 77),
+        ("blind-experts-3.yaml", 45),
+        ("blind-experts-4.yaml", 87),
+        ("blind-experts-5.yaml", 45),
+    ],
 )
 def test_every_row_of_a_blind_test_is_read_with_its_code_and_layout(name: str, number: int) -> None:
     """Nothing is planned here: the file is for one run, whose settings no prediction may have influenced."""

@@ -12,7 +12,7 @@ from functools import cache
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.stages import in_flight, rank_blocks, rank_parameters, sharers
-from leaven.planning.traced import traced_bytes
+from leaven.planning.traced import block_widths, summed
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
@@ -287,8 +287,10 @@ def operators_kept(
     Source: Korthikanti 2022, arXiv 2205.05198, equations 2 and 4. Tokens are assumed to be spread evenly over
     experts.
     """
-    if code.traced and not code.fused:
-        return {"block": traced_bytes(block, d_model, tp, dict(code.traced)).saved}
+    if code.saved:
+        return {
+            "block": summed(block_widths(block, d_model, tp, split_sequence=code.sequence_parallel), code.saved)[0]
+        }
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
     gathered = 1 if code.gathered_inputs else stretch
@@ -374,7 +376,8 @@ def block_kept(
     mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "mlp.shared", "mlp.experts", "mlp.experts.inputs"))
     widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))
     gradients = e * widths / tp + e * d_model
-    if code.traced and not code.fused:
-        gradients = traced_bytes(block, d_model, tp, dict(code.traced)).temporary
+    if code.saved:
+        widths_of = block_widths(block, d_model, tp, split_sequence=code.sequence_parallel)
+        gradients = summed(widths_of, code.saved)[1]
     scores = 0.0 if code.flash_attention else 2 * e * block.core.heads * seq_len / tp
     return Kept(stays, everything - stays, max(gradients, scores - mlp), mlp)

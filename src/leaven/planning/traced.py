@@ -1,56 +1,48 @@
 """Compute what the kernels between the matrix products of a block move and save, from a trace of a training code.
 
-The blocks of a training code were run on tensors without memory, at several sizes (benchmarks/traced_kernels.py). The
-bytes that its elementwise kernels read and write, and those that autograd saves, are sums over a few widths of the
-block. The factors, in bytes per element and token, are ``traced`` of a training code. Fused kernels are traced as
-they are; matrix products and flash attention are not counted.
+The blocks of a training code were run on tensors without memory, at many sizes (benchmarks/traced_kernels.py). The
+bytes that elementwise kernels read and write in a forward and a backward pass, and the bytes that autograd saves, are
+sums over widths of the block. The factors, in bytes per token and element of a width, are ``moved`` and ``saved`` of
+a training code. Matrix products and flash attention do not count. An RMSNorm counts as one fused kernel.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from leaven.planning.blueprint import BlockTable
 
-# Share of the memory bandwidth that a kernel reaches if it only reads and writes.
-STREAMED = 0.85
+Factors = tuple[tuple[str, tuple[float, float]], ...]
 
 
-class Traced(NamedTuple):
-    """Bytes per token, or per token and element of a width."""
-
-    forward: float  # read and written in a forward pass
-    backward: float
-    saved: float  # saved for the backward pass
-    temporary: float  # peak beside what is saved
-
-    def plus(self, other: "Traced", factor: float) -> "Traced":
-        return Traced(*(mine + factor * yours for mine, yours in zip(self, other, strict=True)))
+def summed(widths: Mapping[str, float], factors: Factors) -> tuple[float, float]:
+    """Return both factors of each width, times the width, added up. A width without factors does not count."""
+    first = sum(widths.get(name, 0.0) * both[0] for name, both in factors)
+    return first, sum(widths.get(name, 0.0) * both[1] for name, both in factors)
 
 
-def traced_bytes(block: BlockTable, d_model: int, tp: int, traced: Mapping[str, Traced]) -> Traced:
-    """Return the bytes per token of a block on one of ``tp`` ranks, which split all widths but those of d_model."""
-    found = Traced(0.0, 0.0, 0.0, 0.0)
-    for name, width in _widths(block, d_model, tp).items():
-        found = found.plus(traced[name], width)
-    return found
+def block_widths(block: BlockTable, d_model: int, tp: int, *, split_sequence: bool) -> dict[str, float]:
+    """Return the widths of a block on one of ``tp`` ranks, which split heads and hidden widths.
 
-
-def _widths(block: BlockTable, d_model: int, tp: int) -> dict[str, float]:
-    """Return the widths to which the traffic of a block is proportional, on one rank."""
+    With ``split_sequence``, they split the tokens elsewhere, which counts as a smaller d_model.
+    """
     core, rows = block.core, {row.name: row for row in block.matmuls}
-    found: dict[str, float] = {"stream": d_model}
+    stream = d_model / tp if split_sequence else d_model
+    outputs = sum(name.endswith("_out") for name in block.norms)
+    found = {"stream": stream, "norms": stream * (len(block.norms) - outputs), "output_norms": stream * outputs}
     if "attention.latent" in rows:  # multi-head latent attention
         latents = ("attention.latent", "attention.query_latent")
         found["latents"] = sum(rows[name].n for name in latents if name in rows)
         found |= {"latent_queries": core.heads * core.d_qk / tp, "latent_values": core.heads * core.d_v / tp}
     else:
         found |= {"queries": core.heads * core.d_qk / tp, "keys": core.kv_heads * (core.d_qk + core.d_v) / tp}
-    if "mlp.in" in rows:
-        found["hidden"] = rows["mlp.in"].n / tp
+    if block.qk_norm:
+        found["normed"] = (core.heads + core.kv_heads) * core.d_qk / tp
+    for name in ("mlp", "mlp.shared"):
+        if f"{name}.in" in rows:
+            found["hidden" if f"{name}.gate" in rows else "plain_hidden"] = rows[f"{name}.in"].n / tp
     if "mlp.shared.in" in rows:
-        found |= {"shared": d_model, "hidden": rows["mlp.shared.in"].n / tp}
+        found["shared"] = stream
     if "mlp.experts.in" in rows:
         experts = rows["mlp.experts.in"]
-        found |= {"experts": d_model, "routed": experts.passed * d_model}
+        found |= {"experts": stream, "routed": experts.passed * stream}
         found["routed_hidden"] = experts.passed * experts.n / tp
     return found

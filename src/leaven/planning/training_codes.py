@@ -15,7 +15,7 @@ from leaven.errors import InputError
 from leaven.planning.accelerators import Dtype
 from leaven.planning.collectives import LINK_SHARE
 from leaven.planning.hardware import Cluster
-from leaven.planning.traced import STREAMED, Traced
+from leaven.planning.traced import Factors
 
 Selective = Literal["core", "products"]
 Balance = Literal["weight", "number", "work"]
@@ -105,9 +105,10 @@ class TrainingCode:
     permuted: float | None = None  # share of the memory bandwidth that copying tokens reaches; None: as other copies
     experts_at_once: int = 0  # number of products of experts that run at the same time; 0: all of a rank
     torch_grouped: bool = False  # products of experts are torch's grouped product, which is slower on some devices
-    # What the kernels between products move and save, by width (traced.py). Empty: as in operators.py and memory.py.
-    traced: tuple[tuple[str, Traced], ...] = ()
-    traced_share: float = STREAMED  # share of the memory bandwidth that these kernels reach
+    # Kernels between products, in blocks that run eagerly (traced.py). Empty: as operators.py and memory.py count.
+    moved: Factors = ()  # by width: bytes that they read and write per token and element, forward and backward
+    saved: Factors = ()  # by width: bytes saved for the backward pass, and the peak of temporary bytes beside them
+    breaks_graphs: bool = False  # torch.compile does not fuse them, because a block with experts has several graphs
 
     def __hash__(self) -> int:
         return self._hash
@@ -146,7 +147,7 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
         values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
         for group, entries in groups.items():
             assert entries.pop("source", ""), f"{path}: [{name}] {group} has no source"
-            values[name] |= {"traced": tuple(entries.items())} if group == "traced" else entries
+            values[name] |= {group: tuple(entries.items())} if group in {"moved", "saved"} else entries
         yield name, adapter.validate_python(values[name])
 
 
