@@ -40,7 +40,7 @@ from leaven.model import kernels, transformer
 from leaven.model.transformer import Block, Positions
 from leaven.recipe.shape import ModelShape
 
-SEQUENCES, SEQ_LEN = 32, 8192  # so many tokens that operations on weights do not count
+SEQUENCES, SEQ_LEN = 32, 8192  # so many tokens that operations on weights hardly count
 Traced = tuple[dict[str, float], dict[str, float]]  # widths of a block, and what was counted, in bytes
 _REPLACED = {"triton", "tyro", "torchdata", "datasets", "deep_ep", "torchao", "tensorboard", "wandb", "einops"}
 _VIEWS = {
@@ -85,7 +85,7 @@ _FILLS = {
     "zero",
     "scalar_tensor",
 }
-_READ = {"index", "gather", "index_select", "embedding"}  # read as much as they write
+_READ = {"index", "gather", "index_select"}  # read as much as they write
 _WRITTEN = {"index_put", "_index_put_impl", "scatter_add", "scatter", "index_add"}  # read their source, write as much
 
 
@@ -105,13 +105,11 @@ class Tracer(TorchDispatchMode):
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
         self.moved: Counter[str] = Counter()
-        self.kernels: Counter[str] = Counter()
         self.phase, self.live, self.peak = "forward", 0, 0
         self._known: set[int] = set(weights)
 
     def add(self, moved: int) -> None:
         self.moved[self.phase] += moved
-        self.kernels[self.phase] += 1
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -134,10 +132,6 @@ class Tracer(TorchDispatchMode):
             adds = kind in {"scatter_add", "index_add"} or (len(args) > 3 and args[3] is True)
             moved = (3 if adds else 2) * size(ins[-1]) + sum(map(size, ins[1:-1]))
             moved += 0 if name.endswith("_") else 2 * written
-        elif kind == "nll_loss_forward":  # reads one logit of a row
-            moved = size(ins[1])
-        elif kind == "nll_loss_backward":  # fills, and writes one value of a row
-            moved = written
         else:
             moved = sum(map(size, ins)) + written
         self.add(moved)
@@ -358,7 +352,7 @@ class _LeavenBlock(nn.Module):
             return self.block(x, Positions(self.shape, SEQ_LEN, x))
 
 
-def _leaven(draw: random.Random, fp32: bool) -> Traced:
+def leaven_block(draw: random.Random, fp32: bool) -> Traced:
     """Trace one of leaven's blocks at a random size, with random norms and activation. In fp32, only dense blocks."""
     d, heads, kv = draw.choice([1024, 2048, 4096]), draw.choice([16, 32, 64]), draw.choice([2, 4, 8])
     width, used, shared = draw.choice([512, 768, 1536]), draw.choice([2, 4, 8]), draw.choice([0, 1, 2])
@@ -379,8 +373,9 @@ def _leaven(draw: random.Random, fp32: bool) -> Traced:
         patch.object(transformer.RMSNorm, "forward", _on_gpu),
         patch.object(transformer, "causal_attention", lambda q, k, v, **_: _Attention.apply(q, k, v)),
         patch.object(kernels, "has_grouped_kernel", lambda _: True),
+        patch.object(kernels, "uses_onednn", lambda *_: False),
     )
-    with gpu[0], gpu[1], gpu[2]:
+    with gpu[0], gpu[1], gpu[2], gpu[3]:
         found = trace(lambda: _LeavenBlock(shape, fp32), lambda: (_stream(d, torch.float32),), dtype=torch.float32)
     outputs = sum(name.endswith("_out") for name in shape.block_norms)
     widths: dict[str, float] = {
@@ -425,7 +420,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.torchtitan is None:
         for fp32 in (False, True):
-            _report(f"leaven in {'fp32' if fp32 else 'bf16'}", partial(_leaven, fp32=fp32), args.cases)
+            _report(f"leaven in {'fp32' if fp32 else 'bf16'}", partial(leaven_block, fp32=fp32), args.cases)
         return
     sys.path.insert(0, args.torchtitan)
     torch.compile = lambda f=None, *_, **__: f if f is not None else (lambda g: g)

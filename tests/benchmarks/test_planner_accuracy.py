@@ -12,7 +12,7 @@ from benchmarks.planner.models import shape_of
 from benchmarks.planner.stacks import Unused, stack_of
 from benchmarks.planner.tables import read
 from benchmarks.planner.verdict import TableVerdict
-from benchmarks.planner_accuracy import PUBLISHED, main
+from benchmarks.planner_accuracy import LATER_TABLES, PUBLISHED, main
 
 from leaven.planning.memory import stage_memory
 from leaven.planning.training_codes import TRAINING_CODES
@@ -281,6 +281,11 @@ def test_models_with_experts_have_their_published_number_of_parameters(
     file.write_text(SOURCES + f"  - {{id: one, source: somewhere, seq_len: 4096, rows: [{{model: {model}}}]}}")
     digits = 0 if isinstance(billions, int) else len(str(billions).partition(".")[2])
     assert round(shape_of(read(file)[0].rows[0]).params / 1e9, digits) == billions
+
+
+def test_no_two_tables_have_one_name() -> None:
+    names = [table.id for file in (PUBLISHED, *LATER_TABLES) for table in read(file)]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(

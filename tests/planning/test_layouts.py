@@ -186,7 +186,9 @@ def test_a_model_that_waits_for_the_host_is_not_split(gpus: int) -> None:
 def test_a_small_model_with_short_sequences_has_few_large_micro_batches() -> None:
     """The time of the host grows with their number."""
     small = gpt(4, 256, 4, 4_096, 256, dropout=0.0)
-    found = explore(Job(small, Batch(tokens=2**18), parse_cluster("1xH100-SXM-80GB"), LEAVEN_BF16)).fitting
+    found = explore(
+        Job(small, Batch(tokens=2**18), parse_cluster("1xH100-SXM-80GB"), LEAVEN_BF16, compile=True)
+    ).fitting
     assert found[0].arrangement.micro_batch == 256  # 65,536 tokens
     of_64 = next(one for one in found if one.arrangement.micro_batch == 64)
     assert of_64.time.step > 3 * found[0].time.step

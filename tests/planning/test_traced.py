@@ -1,77 +1,116 @@
 """What the kernels between products move: the factors of training codes, and the tracer that found them."""
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.planner.models import EXPERTS
-from benchmarks.traced_kernels import trace
-from tests.planning.shapes import gpt
+from benchmarks.traced_kernels import SEQ_LEN, SEQUENCES, leaven_block, trace
 from torch import Tensor, nn
 
 from leaven.catalogue.runs import find_run
-from leaven.planning.blueprint import blueprint
+from leaven.planning.accelerators import Accelerator
+from leaven.planning.blueprint import BlockTable, blueprint
 from leaven.planning.hardware import find_accelerator
 from leaven.planning.memory import block_kept
-from leaven.planning.operators import EAGER, Work, block_operators
+from leaven.planning.operators import EAGER, Operator, Work, block_operators
 from leaven.planning.published import published_blueprint
-from leaven.planning.traced import block_widths, summed
+from leaven.planning.timing import _recomputed
+from leaven.planning.traced import _widths, traced
 from leaven.planning.training_codes import LEAVEN_BF16, TRAINING_CODES, TrainingCode
 from leaven.recipe.shape import ModelShape
 
+OUTPUTS = ModelShape(
+    n_layers=1, d_model=4096, n_heads=32, n_kv_heads=8, d_head=128, d_ff=8192, vocab_size=512, seq_len=4096,
+    qk_norm=True, norm_placement="sandwich",
+)  # fmt: skip
+
+
+def replaced(shape: ModelShape, **values: Any) -> ModelShape:
+    return ModelShape.model_validate(shape.model_dump() | values)
+
+
 CODES = [code for code in TRAINING_CODES.values() if code.moved]
 QWEN3 = published_blueprint(EXPERTS["qwen3-235b-a22b"], 4096).blocks[-1]
-DEEPSEEK = published_blueprint(find_run("deepseek-v3").arch, 4096)
-TITAN, B200 = TRAINING_CODES["torchtitan-experts"], find_accelerator("B200")
-WORK = Work(8192, 4096, 4096)
+DEEPSEEK = published_blueprint(find_run("deepseek-v3").arch, 4096).blocks[-1]
+TITAN, B200, WORK = TRAINING_CODES["torchtitan-experts"], find_accelerator("B200"), Work(8192, 4096, 4096)
+ONE: dict[str, Any] = {"tp": 1, "ep": 1, "split_sequence": True}
 
 
 def test_a_block_of_qwen3_in_torchtitan() -> None:
-    widths = block_widths(QWEN3, 4096, 1, split_sequence=True)
     stream, queries, keys = 4096, 64 * 128, 4 * 2 * 128
     routed, hidden = 8 * 4096, 8 * 1536
     forward = 20 * stream + 32 * queries + 14 * keys + 10 * stream + 32 * routed + 10 * hidden
-    assert summed(widths, TITAN.moved)[0] == forward
+    assert traced(QWEN3, 4096, TITAN.moved, **ONE)[0] == forward
     saved = 8 * stream + 10 * queries + keys + 6 * routed + 8 * hidden
-    assert summed(widths, TITAN.saved) == (saved, 3 * stream + 6 * routed)
+    assert traced(QWEN3, 4096, TITAN.saved, **ONE) == (saved, 3 * stream + 6 * routed)
     # Two tensor-parallel ranks split everything if they also split the sequence, and else heads and hidden widths.
-    half, heads_alone = (block_widths(QWEN3, 4096, 2, split_sequence=split) for split in (True, False))
-    assert summed(half, TITAN.moved)[0] == forward / 2
-    assert summed(heads_alone, TITAN.moved)[0] == forward - (32 * queries + 14 * keys + 10 * hidden) / 2
+    half, heads = (traced(QWEN3, 4096, TITAN.moved, tp=2, ep=1, split_sequence=split)[0] for split in (True, False))
+    assert half == forward / 2
+    assert heads == forward - (32 * queries + 14 * keys + 10 * hidden) / 2
+
+
+def test_a_block_of_deepseek_in_torchtitan() -> None:
+    queries, values, latents, routed, hidden = 128 * 192, 128 * 128, 512 + 64 + 1536, 8 * 7168, 8 * 2048
+    found = traced(DEEPSEEK, 7168, TITAN.moved, **ONE)[1]
+    of_attention = 42 * 7168 + 14 * queries + 4 * values + 7 * latents
+    assert found == of_attention + 20 * 7168 + 12 * 7168 + 18 * 2048 + 50 * routed + 18 * hidden
 
 
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
-def test_all_factors_are_those_of_widths(code: TrainingCode) -> None:
-    blocks = [QWEN3, *DEEPSEEK.blocks[::60], blueprint(gpt(1, 64, 1, 64)).blocks[0]]
-    sandwich = ModelShape(
-        n_layers=1, d_model=64, n_heads=2, n_kv_heads=1, d_head=32, d_ff=128, vocab_size=64, seq_len=64, qk_norm=True,
-        norm_placement="sandwich",
-    )  # fmt: skip
-    known = {
-        name
-        for block in (*blocks, blueprint(sandwich).blocks[0])
-        for name in block_widths(block, 64, 1, split_sequence=False)
-    }
+def test_every_factor_is_used(code: TrainingCode) -> None:
+    ungated = replace(QWEN3, matmuls=tuple(row for row in QWEN3.matmuls if not row.name.endswith(".gate")))
+    known = set(_widths(ungated, 64, 1, 2))
+    for shape in (OUTPUTS, replaced(OUTPUTS, activation="gelu", dropout=0.1)):
+        known |= set(_widths(blueprint(shape).blocks[0], 64, 1, 1))
+    known |= {name for block in (QWEN3, DEEPSEEK) for name in _widths(block, 64, 1, 2)}
     for factors in (code.moved, code.saved):
         assert {name for name, _ in factors} <= known
-    for block in (QWEN3, DEEPSEEK.blocks[0], DEEPSEEK.blocks[-1]):
-        forward, backward = summed(block_widths(block, 4096, 1, split_sequence=False), code.moved)
-        assert 0 < forward < backward
+
+
+@pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
+def test_leavens_own_blocks_move_what_the_planner_says(fp32: bool) -> None:
+    code, draw = TRAINING_CODES["leaven-fp32" if fp32 else "leaven-bf16"], random.Random(1)
+    for _ in range(6):
+        widths, found = leaven_block(draw, fp32)
+        for position, kind in enumerate(("forward", "backward")):
+            planned = sum(widths.get(name, 0.0) * both[position] for name, both in code.moved)
+            assert planned == pytest.approx(found[kind] / (SEQUENCES * SEQ_LEN), rel=0.1), (widths, kind)
+
+
+def names(block: BlockTable, work: Work, code: TrainingCode, gpu: Accelerator = B200) -> set[str]:
+    return {each.name for each in block_operators(block, work, gpu, code)}
+
+
+def test_which_kernels_run_one_by_one() -> None:
+    dense, compiled = blueprint(OUTPUTS).blocks[0], replace(WORK, fused=True)
+    assert "between products" in names(dense, WORK, LEAVEN_BF16)
+    assert "between products" in names(blueprint(replaced(OUTPUTS, dropout=0.1)).blocks[0], WORK, LEAVEN_BF16)
+    assert "between products" not in names(dense, compiled, LEAVEN_BF16)
+    assert "between products" not in names(dense, WORK, LEAVEN_BF16, replace(B200, name="cpu"))
+    # Of a block with experts leaven compiles attention alone, torchtitan in effect nothing.
+    operators = [
+        next(each.forward for each in block_operators(QWEN3, work, B200, code) if each.name == "between products")
+        for code in (LEAVEN_BF16, TITAN)
+        for work in (WORK, compiled)
+    ]
+    attention = 16 * 64 * 128 + 6 * 4 * 2 * 128 + 20 * 68 * 128
+    assert operators[0] - operators[1] == pytest.approx(8192 * attention / (8e12 * EAGER))
+    assert operators[2] == operators[3]
 
 
 def test_the_kernels_between_products_take_the_time_of_their_bytes() -> None:
     operators = {each.name: each for each in block_operators(QWEN3, WORK, B200, TITAN)}
-    moved = 8192 * summed(block_widths(QWEN3, 4096, 1, split_sequence=True), TITAN.moved)[0]
-    assert operators["between products"].forward == moved / (8e12 * EAGER)
+    assert operators["between products"].forward == 8192 * traced(QWEN3, 4096, TITAN.moved, **ONE)[0] / (8e12 * EAGER)
     assert not operators.keys() & {"norms and residuals", "activation", "sorting", "positions"}
 
 
-def test_compiled_blocks_have_fused_kernels() -> None:
-    compiled = replace(WORK, fused=True)
-    for code, eager in ((LEAVEN_BF16, False), (TITAN, True)):  # the graph of torchtitan's block has breaks
-        names = {each.name for each in block_operators(QWEN3, compiled, B200, code)}
-        assert ("between products" in names) is eager
+def test_ranks_that_exchange_tokens_sort_them_again() -> None:
+    one, eight = (traced(QWEN3, 4096, LEAVEN_BF16.moved, tp=1, ep=ep, split_sequence=True)[0] for ep in (1, 8))
+    assert eight - one == 8 * 8 * 4096
 
 
 def test_torchs_grouped_product_is_slower_on_a_b200() -> None:
@@ -85,6 +124,13 @@ def test_torchs_grouped_product_is_slower_on_a_b200() -> None:
 def test_selective_recomputation_keeps_what_expert_ranks_exchanged() -> None:
     one, eight = (block_kept(QWEN3, 4096, 4096, 1, ep, recompute="selective", code=TITAN).stays for ep in (1, 8))
     assert eight - one == 2 * 2 * 8 * 4096
+
+
+def test_selective_recomputation_repeats_products_of_experts() -> None:
+    operators = tuple(
+        Operator(name, seconds, 2 * seconds, seconds) for name, seconds in (("mlp.in", 2.0), ("mlp.experts.in", 5.0))
+    )
+    assert _recomputed(operators, 7.0, "selective", TITAN) == 7.0 - 2.0 / 2
 
 
 def test_the_tracer_counts_bytes_of_a_module() -> None:

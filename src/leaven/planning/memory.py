@@ -12,7 +12,7 @@ from functools import cache
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.stages import in_flight, rank_blocks, rank_parameters, sharers
-from leaven.planning.traced import block_widths, summed
+from leaven.planning.traced import traced
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
@@ -288,9 +288,7 @@ def operators_kept(
     experts.
     """
     if code.saved:
-        return {
-            "block": summed(block_widths(block, d_model, tp, split_sequence=code.sequence_parallel), code.saved)[0]
-        }
+        return {"block": _traced(block, d_model, tp, code)[0]}
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
     gathered = 1 if code.gathered_inputs else stretch
@@ -341,6 +339,11 @@ def operators_kept(
     return found
 
 
+def _traced(block: BlockTable, d_model: int, tp: int, code: TrainingCode) -> tuple[float, float]:
+    """Return the bytes per token that a block saves, and the peak of those beside them, from a trace of the code."""
+    return traced(block, d_model, code.saved, tp=tp, ep=1, split_sequence=code.sequence_parallel)
+
+
 @cache
 def block_kept(
     block: BlockTable,
@@ -377,7 +380,6 @@ def block_kept(
     widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))
     gradients = e * widths / tp + e * d_model
     if code.saved:
-        widths_of = block_widths(block, d_model, tp, split_sequence=code.sequence_parallel)
-        gradients = summed(widths_of, code.saved)[1]
+        gradients = _traced(block, d_model, tp, code)[1]
     scores = 0.0 if code.flash_attention else 2 * e * block.core.heads * seq_len / tp
     return Kept(stays, everything - stays, max(gradients, scores - mlp), mlp)

@@ -12,13 +12,13 @@ from math import ceil
 from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
 from leaven.planning.collectives import reached
-from leaven.planning.traced import block_widths, summed
+from leaven.planning.traced import Factors, traced
 from leaven.planning.training_codes import TrainingCode
 
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
 STREAMED = 0.85
 # The same on average for the kernels between products of a block that runs eagerly: fitted on eleven rows of
-# torchtitan and prime-rl on H100, H200, B200 and MI355X. leaven's own eager steps on an H200 agree within 8%.
+# torchtitan and prime-rl on H100, H200, B200 and MI355X. leaven's own eager steps on an H200 agree within 5%.
 EAGER = 0.38
 # Speed of flash attention / sustained matmul rate for accelerators without measured rates (``sustained``). All scores
 # are counted: a causal kernel skips half of them, and is about half as efficient on the rest.
@@ -120,8 +120,11 @@ def block_operators(
     """Return the operators of one block, with their times on one rank."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found.append(_attention(block, work, accelerator, code))
-    if code.moved and accelerator.name != "cpu" and (code.breaks_graphs or not (work.fused or block.dropout)):
-        found.append(_between(block, work, accelerator, code))
+    eager = _eager(block, work, code) if accelerator.name != "cpu" else ()
+    if eager:
+        both = traced(block, work.width, eager, tp=work.tp, ep=work.ep, split_sequence=code.sequence_parallel)
+        forward, backward = (work.tokens * each / (accelerator.memory_tb_s * 1e12 * EAGER) for each in both)
+        found.append(Operator("between products", forward, backward))
         return tuple(operator.times(code.slower) for operator in found)
     found += [_norms(block, work, accelerator, code), _activation(block, work, accelerator, code)]
     found += _sorting(block, work, accelerator, code)
@@ -166,12 +169,17 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
     return Operator(" + ".join(row.name for row in rows), forward, inputs + weight, weight).times(slower)
 
 
-def _between(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return all kernels between the products of a block that runs eagerly as one operator."""
-    widths = block_widths(block, work.width, work.tp, split_sequence=code.sequence_parallel)
-    forward, backward = summed(widths, code.moved)
-    rate = accelerator.memory_tb_s * 1e12 * EAGER
-    return Operator("between products", work.tokens * forward / rate, work.tokens * backward / rate)
+def _eager(block: BlockTable, work: Work, code: TrainingCode) -> Factors:
+    """Return ``moved`` of the kernels of a block that run one by one; none if the block is compiled as a whole."""
+    routed = any(row.routed for row in block.matmuls)
+    if not work.fused or (routed and code.breaks_graphs):
+        return code.moved
+    if not routed and work.tp == 1:
+        return ()
+    # Only attention is compiled in a block with experts, and attention and the MLP if tensor ranks split a block
+    # (distributed/sharded_model.py).
+    compiled = {"queries", "keys", "normed"} | (set() if routed else {"hidden", "plain_hidden"})
+    return tuple(each for each in code.moved if each[0] not in compiled)
 
 
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:

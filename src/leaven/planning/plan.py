@@ -25,7 +25,7 @@ from leaven.recipe.recipe import Recipe
 
 N_ALTERNATIVES = 5
 _DOUBLINGS = 8  # numbers of GPUs that :func:`cluster_for` tries
-_MUCH = 0.2  # a plan warns if the GPU waits for the host in a larger share of a step
+_MUCH = 0.2  # a plan warns if waiting for the host, or not compiling, takes a larger share of a step
 # Result of benchmarks/planner_accuracy.py: mean and worst error over every usable row of published tables.
 ACCURACY = (
     "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
@@ -131,8 +131,8 @@ class ClusterPlan:
         step = self.job.time(replace(chosen.arrangement, layout=compiled)).step
         if self.job.by_leaven and step < (1 - _MUCH) * chosen.time.step:
             found.append(
-                f"not compiled: with layout.compile = true, steps are planned {chosen.time.step / step:.1f} times as "
-                "fast, because torch.compile fuses the kernels between matrix products"
+                f"not compiled: with layout.compile = true, steps are planned up to {chosen.time.step / step:.1f} "
+                "times as fast, because torch.compile fuses the kernels between matrix products"
             )
         if thin_pipeline(chosen.arrangement):
             pp = chosen.arrangement.layout.pp

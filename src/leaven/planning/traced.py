@@ -6,28 +6,30 @@ sums over widths of the block. The factors, in bytes per token and element of a 
 a training code. Matrix products and flash attention do not count. An RMSNorm counts as one fused kernel.
 """
 
-from collections.abc import Mapping
-
 from leaven.planning.blueprint import BlockTable
 
 Factors = tuple[tuple[str, tuple[float, float]], ...]
 
 
-def summed(widths: Mapping[str, float], factors: Factors) -> tuple[float, float]:
-    """Return both factors of each width, times the width, added up. A width without factors does not count."""
+def traced(
+    block: BlockTable, d_model: int, factors: Factors, *, tp: int, ep: int, split_sequence: bool
+) -> tuple[float, float]:
+    """Return both factors of each width of a block on one rank, times the width, added up.
+
+    ``tp`` ranks split heads and hidden widths. With ``split_sequence``, they split the tokens elsewhere, which counts
+    as a smaller d_model. A width without factors does not count.
+    """
+    widths = _widths(block, d_model / tp if split_sequence else d_model, tp, ep)
     first = sum(widths.get(name, 0.0) * both[0] for name, both in factors)
     return first, sum(widths.get(name, 0.0) * both[1] for name, both in factors)
 
 
-def block_widths(block: BlockTable, d_model: int, tp: int, *, split_sequence: bool) -> dict[str, float]:
-    """Return the widths of a block on one of ``tp`` ranks, which split heads and hidden widths.
-
-    With ``split_sequence``, they split the tokens elsewhere, which counts as a smaller d_model.
-    """
+def _widths(block: BlockTable, stream: float, tp: int, ep: int) -> dict[str, float]:
     core, rows = block.core, {row.name: row for row in block.matmuls}
-    stream = d_model / tp if split_sequence else d_model
     outputs = sum(name.endswith("_out") for name in block.norms)
     found = {"stream": stream, "norms": stream * (len(block.norms) - outputs), "output_norms": stream * outputs}
+    if block.dropout:
+        found["dropout"] = stream
     if "attention.latent" in rows:  # multi-head latent attention
         latents = ("attention.latent", "attention.query_latent")
         found["latents"] = sum(rows[name].n for name in latents if name in rows)
@@ -43,6 +45,8 @@ def block_widths(block: BlockTable, d_model: int, tp: int, *, split_sequence: bo
         found["shared"] = stream
     if "mlp.experts.in" in rows:
         experts = rows["mlp.experts.in"]
-        found |= {"experts": stream, "routed": experts.passed * stream}
-        found["routed_hidden"] = experts.passed * experts.n / tp
+        hidden = "routed_hidden" if "mlp.experts.gate" in rows else "plain_routed_hidden"
+        found |= {"experts": stream, "routed": experts.passed * stream, hidden: experts.passed * experts.n / tp}
+        if ep > 1:
+            found["exchanged"] = experts.passed * stream
     return found

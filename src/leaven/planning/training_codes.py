@@ -108,7 +108,7 @@ class TrainingCode:
     # Kernels between products, in blocks that run eagerly (traced.py). Empty: as operators.py and memory.py count.
     moved: Factors = ()  # by width: bytes that they read and write per token and element, forward and backward
     saved: Factors = ()  # by width: bytes saved for the backward pass, and the peak of temporary bytes beside them
-    breaks_graphs: bool = False  # torch.compile does not fuse them, because a block with experts has several graphs
+    breaks_graphs: bool = False  # in a block with experts, torch.compile fuses none of them
 
     def __hash__(self) -> int:
         return self._hash
@@ -147,7 +147,10 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
         values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
         for group, entries in groups.items():
             assert entries.pop("source", ""), f"{path}: [{name}] {group} has no source"
-            values[name] |= {group: tuple(entries.items())} if group in {"moved", "saved"} else entries
+            if group in {"moved", "saved"}:  # factors by width
+                values[name][group] = tuple((dict(values[name].get(group, ())) | entries).items())
+            else:
+                values[name] |= entries
         yield name, adapter.validate_python(values[name])
 
 
