@@ -1,5 +1,6 @@
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,7 @@ def test_a_run_starts_from_weights_and_is_resumed(
         torch.testing.assert_close(under.model(inputs), model(inputs), rtol=0, atol=1e-5)
 
     recipe = adopted.replace({"stability.checkpoint_every_tokens": 1_024, "hyperparameters.lr": 1e-3})
+    tokens = replace(tokens, data=recipe.data)
     whole = train(recipe, tokens, tmp_path / "whole")
     before = training.evaluate()
     assert whole.loss < before + 0.05

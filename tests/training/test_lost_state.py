@@ -325,6 +325,7 @@ def test_a_text_may_be_moved_after_a_rewind_that_changed_the_recipe(
     slower = recipe.replace({"hyperparameters.lr": 0.005})
     ManualRewind(6_144).go(run, slower)
     moved = slower.replace({"data.source": "/mnt/elsewhere/*.txt"})
+    tokens = replace(tokens, data=moved.data)
     with refused("use another --run, or write the new place in", "recipe.toml if the text was only moved"):
         train(moved, tokens, run.path)
     write_recipe(moved, run.recipe_file)
@@ -1410,6 +1411,7 @@ def test_a_recipe_changed_by_a_rewind_or_a_moved_text_belongs_to_the_checkpoints
     write_recipe(moved_text, run.recipe_file)
     assert load_run(run.path).recipe == moved_text
     slower = moved_text.replace({"hyperparameters.lr": 0.005})
+    tokens = replace(tokens, data=slower.data)
 
     def kill(step: Step) -> None:
         raise KeyboardInterrupt

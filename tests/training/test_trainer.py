@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.errors import refused
 from tests.training.conftest import KEPT_STATE, losses, scalars, small_disk
 
 from leaven.data.stream import validation_windows
@@ -246,3 +247,21 @@ def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         subprocess.run([*train, *sets], capture_output=True, text=True, check=True)
         assert len(losses(disk / "run")) == 40
+
+
+def test_tokens_of_another_recipe_are_refused(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    """A run on them would say in recipe.toml that it was trained on other text."""
+    for change, said in (
+        ({"data.source": "/mnt/elsewhere/*.txt"}, "data.source"),
+        ({"data.tokenizer": "bytes", "data.end_of_text": 0}, "data.tokenizer and data.end_of_text"),
+    ):
+        with refused(f"tokens were prepared from another {said} than the recipe's; prepare them from this recipe"):
+            train(tiny.replace(change), tokens, tmp_path / "run")
+    source = tiny.data.sources[0].source
+    mixed, other = (
+        tiny.replace({"data.source": [{"source": source, "weight": one}, {"source": "b.txt", "weight": 1}]}).data
+        for one in (9, 1)
+    )
+    with refused("tokens were prepared from another data.source"):
+        train(tiny.replace({"data.source": mixed.source}), replace(tokens, data=other), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -277,3 +277,15 @@ def test_a_seed_determines_the_proposals() -> None:
     assert params(study_of(bowl, 12, TrustRegionSampler(seed=5))) == first
     assert params(study_of(bowl, 12, TrustRegionSampler(seed=6))) != first
     assert params(study_of(bowl, 12, TrustRegionSampler())) != params(study_of(bowl, 12, TrustRegionSampler()))
+
+
+def test_a_name_of_the_start_that_the_objective_lacks_is_named_though_the_first_trial_is_pruned() -> None:
+    def pruned_at_first(trial: optuna.Trial) -> float:
+        value = trial.suggest_float("lr", 1e-5, 1e-1, log=True)
+        if trial.number == 0:
+            raise optuna.TrialPruned
+        return value
+
+    with pytest.warns(UserWarning, match="start has learning_rate, but the objective has lr") as said:
+        study_of(pruned_at_first, 3, TrustRegionSampler({"learning_rate": 1e-3}))
+    assert len([each for each in said if "start has" in str(each.message)]) == 1

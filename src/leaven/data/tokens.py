@@ -47,6 +47,7 @@ class TokenSet:
     notes: tuple[
         str, ...
     ] = ()  # lines about data that are skipped, missing or damaged, and assumptions about token ids
+    data: Data | None = None  # the section of the recipe that names them; None for made-up tokens
 
     @property
     def train(self) -> ShardedTokens:
@@ -173,6 +174,7 @@ def prepare(
             *(note for found_parts in parts.values() for note in found_parts.notes),
             *(note for source in sources for note in source.notes),
         ),
+        data=data,
     )
 
 

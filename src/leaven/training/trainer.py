@@ -60,6 +60,7 @@ from leaven.errors import AGAIN_AFTER, STOPPING, InputError, Settled, TextUnread
 from leaven.interop.weights import tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
+from leaven.recipe.units import listed
 from leaven.training.checkpoint import (
     TEXT,
     Checkpoint,
@@ -152,11 +153,12 @@ def train(
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
     Raises:
-        InputError: if the recipe cannot be trained, or the folder cannot be written, is in use, or has a run of
-            another recipe or text.
+        InputError: if the recipe cannot be trained, the tokens are of another [data], or the folder cannot be
+            written, is in use, or has a run of another recipe or text.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     folder = storage.expanded(folder)
+    _require_tokens_of(recipe, tokens)
     on_event = on_event or _warnings_of_faults(folder, tokens, sys._getframe(1), group)
     with _stopped_by_ctrl_c(stop) as asked:
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
@@ -165,6 +167,22 @@ def train(
             message = f"{folder}: stopped at {summary.tokens:,} tokens, {saved}; the same call resumes the run"
             warnings.warn(message, stacklevel=2)
     return summary
+
+
+def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
+    """Raise InputError if ``tokens`` are of other sources, weights or another tokenizer than the recipe's."""
+    if tokens.data is None:
+        return
+    of_recipe, of_tokens = (
+        {"source": data.sources, "tokenizer": data.tokenizer, "end_of_text": data.end_of_text}
+        for data in (recipe.data, tokens.data)
+    )
+    different = [f"data.{key}" for key in of_recipe if of_recipe[key] != of_tokens[key]]
+    if different:
+        raise InputError(
+            f"train: tokens were prepared from another {listed(different, 'and')} than the recipe's; prepare them "
+            "from this recipe: leaven.data.tokens.prepare(recipe.data, recipe.model.vocab_size)"
+        )
 
 
 def _warnings_of_faults(

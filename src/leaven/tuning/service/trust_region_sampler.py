@@ -76,6 +76,7 @@ class TrustRegionSampler(BaseSampler):
         if seed is not None and not (isinstance(seed, Integral) and seed >= 0):
             raise InputError(f"seed = {seed!r:.60}: give an integer of at least 0")
         self._start, self._noise = dict(start or {}), noise
+        self._compared = False  # whether the names in ``start`` were compared with those of a trial
         self._seed = np.random.SeedSequence(seed).entropy
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> Space:
@@ -140,7 +141,8 @@ class TrustRegionSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
         unknown = ", ".join(self._start.keys() - trial.params)
-        if trial.number == 0 and state is TrialState.COMPLETE and unknown:
+        first, self._compared = bool(trial.params) and not self._compared, self._compared or bool(trial.params)
+        if first and unknown:
             warnings.warn(f"start has {unknown}, but the objective has {', '.join(trial.params)}", stacklevel=2)
 
     def _rng(self, trial: FrozenTrial, name: str = "") -> np.random.Generator:
