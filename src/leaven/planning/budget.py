@@ -31,7 +31,7 @@ from leaven.planning.calibration import CalibrationRecord, history
 from leaven.planning.cost import cluster_cost
 from leaven.planning.flops import CONVENTION, flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.layouts import Job
+from leaven.planning.layouts import Job, worth_compiling
 from leaven.planning.plan import plan
 from leaven.recipe.batch import Batch
 from leaven.recipe.shape import ModelShape
@@ -210,7 +210,9 @@ class _Speeds:
         batch = choose_batch(StarterDraft(), RunSize(near, shape, request.tokens, request.gpus))
         if self.mfu is None:
             compute = "fp32" if cluster.accelerator.name == "cpu" else "bf16"
-            found = plan(Job(shape, Batch(tokens=batch), cluster), request.tokens).calibrated(self.records, compute)
+            found = plan(
+                Job(shape, Batch(tokens=batch), cluster, compile=worth_compiling(shape, cluster)), request.tokens
+            ).calibrated(self.records, compute)
             how, mfu, rate = found.chosen.arrangement, found.speed.mfu, found.speed.tokens_per_second
         else:
             how, mfu = None, self.mfu

@@ -22,6 +22,7 @@ from leaven.planning.timing import StepTime, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout, Recompute
+from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import listed
 
 # Share of an accelerator's memory that a layout may need: on published runs, the planner underestimates memory by up
@@ -96,6 +97,11 @@ class Job:
     def time(self, how: Arrangement) -> StepTime:
         """Return the time of a step, corrected by the calibration if there is one."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
+
+
+def worth_compiling(model: ModelShape, cluster: Cluster) -> bool:
+    """Return whether starters compile blocks: on a GPU, unless blocks have experts, which leaven does not compile."""
+    return cluster.accelerator.name != "cpu" and model.experts is None
 
 
 @dataclass(frozen=True)

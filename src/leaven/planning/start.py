@@ -16,7 +16,7 @@ from leaven.errors import InputError
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.cost import cluster_cost
 from leaven.planning.hardware import EXAMPLE_GPU, Cluster, find_accelerator
-from leaven.planning.layouts import Job
+from leaven.planning.layouts import Job, worth_compiling
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS, cluster_for, plan, plan_recipe
 from leaven.recipe.layout import Layout
@@ -66,7 +66,8 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
     """
     recipe = started.target
     try:
-        found = plan(Job(recipe.model, recipe.batch, cluster), recipe.data.tokens)
+        job = Job(recipe.model, recipe.batch, cluster, compile=worth_compiling(recipe.model, cluster))
+        found = plan(job, recipe.data.tokens)
     except InputError as error:
         raise InputError(f"--gpus {cluster}: {error}") from None
     how = found.chosen.arrangement
@@ -87,7 +88,10 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
     }
     chosen["batch.micro_batch"] = how.micro_batch
     placed = recipe.replace(chosen)
-    placed = placed.replace({"why": recipe.why | dict.fromkeys(chosen, reason)})
+    why = recipe.why | dict.fromkeys(chosen, reason)
+    if placed.layout.compile:
+        why["layout.compile"] = sentence("cluster", "compile", facts)
+    placed = placed.replace({"why": why})
     lines = parts("cluster", "lines", facts)
     steps = tuple(
         derivation_step(
