@@ -283,10 +283,7 @@ def _qwen3(moe: Any, of: type, draw: random.Random) -> Traced:
 
     d, heads, kv, d_head = draw.choice([1024, 2048, 4096]), draw.choice([16, 32, 64]), draw.choice([2, 4, 8]), 128
     width, used, shared = draw.choice([512, 768, 1536]), draw.choice([2, 4, 8]), draw.choice([0, 1, 2])
-    experts = moe.MoEArgs(
-        num_experts=16, num_shared_experts=shared, top_k=used, score_func="softmax", route_norm=True,
-        score_before_experts=False,
-    )  # fmt: skip
+    experts = _experts(moe, used, shared, "softmax")
     dense = draw.random() < 0.3
     sizes = {"dim": d, "n_heads": heads, "n_kv_heads": kv, "head_dim": d_head, "hidden_dim": 4 * width}
     args = Qwen3ModelArgs(**sizes, qk_norm=True, moe_enabled=not dense, moe_inter_dim=width, moe_args=experts)
@@ -307,10 +304,7 @@ def _deepseek(moe: Any, of: type, draw: random.Random) -> Traced:
     d, heads, rope, values = draw.choice([2048, 4096, 7168]), draw.choice([16, 32]), draw.choice([32, 64]), 128
     latent, of_queries = draw.choice([256, 512]), draw.choice([512, 1536])
     width, used, shared = draw.choice([512, 1024, 2048]), draw.choice([2, 4, 8]), draw.choice([0, 1, 2])
-    experts = moe.MoEArgs(
-        num_experts=16, num_shared_experts=shared, top_k=used, score_func="sigmoid", route_norm=True,
-        score_before_experts=False,
-    )  # fmt: skip
+    experts = _experts(moe, used, shared, "sigmoid")
     dense = draw.random() < 0.3
     args = DeepSeekV3ModelArgs(
         dim=d, n_heads=heads, qk_nope_head_dim=2 * rope, qk_rope_head_dim=rope, v_head_dim=values,
@@ -326,6 +320,13 @@ def _deepseek(moe: Any, of: type, draw: random.Random) -> Traced:
     widths = {"stream": d, "latent_queries": 3 * heads * rope, "latent_values": heads * values}
     widths["latents"] = latent + of_queries
     return widths | _mlp_widths(d, width, used, shared, dense=dense), found
+
+
+def _experts(moe: Any, used: int, shared: int, score: str) -> Any:
+    return moe.MoEArgs(
+        num_experts=16, num_shared_experts=shared, top_k=used, score_func=score, route_norm=True,
+        score_before_experts=False,
+    )  # fmt: skip
 
 
 def _stream(d: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

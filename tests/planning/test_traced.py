@@ -2,12 +2,17 @@
 
 import random
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.planner import stacks
+from benchmarks.planner.judge import judge
 from benchmarks.planner.models import EXPERTS
+from benchmarks.planner.tables import read
+from benchmarks.planner_accuracy import LATER_TABLES
 from benchmarks.traced_kernels import SEQ_LEN, SEQUENCES, leaven_block, trace
 from torch import Tensor, nn
 
@@ -37,6 +42,7 @@ CODES = [code for code in TRAINING_CODES.values() if code.moved]
 QWEN3 = published_blueprint(EXPERTS["qwen3-235b-a22b"], 4096).blocks[-1]
 DEEPSEEK = published_blueprint(find_run("deepseek-v3").arch, 4096).blocks[-1]
 TITAN, B200, WORK = TRAINING_CODES["torchtitan-experts"], find_accelerator("B200"), Work(8192, 4096, 4096)
+TRACED = {code.name for code in CODES if code.breaks_graphs}
 ONE: dict[str, Any] = {"tp": 1, "ep": 1, "split_sequence": True}
 
 
@@ -152,3 +158,33 @@ def test_the_tracer_counts_bytes_of_a_module() -> None:
     assert found["forward"] == 5 * each
     assert found["backward"] == 12 * each
     assert found["saved"] == 3 * each  # the input, after silu, and after the matrix product
+
+
+FITTED = ("torchtitan_deepep_b200", "titan_671b_h100", "titan_16b_h100", "primus_titan_mi355x", "prime_rl_h200")
+FIFTH = ("titan_16b_cp_h100", "titan_16b_pp_h100", "prime_rl_sft_b200", "prime_rl_loss", "trl_h100")
+UNCOUNTED = (
+    "titan_b200_near", "titan_b200_unsure", "titan_16b_natural", "titan_16b_flex_natural", "titan_h200_natural",
+    "titan_numerics_natural", "prime_rl_near", "trl_near", "torchtitan_fsdp_unsure", "llama4_natural", "trl_unsure",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "without", "with_it"),
+    [(FITTED, 11, 0.38, 0.05), (FIFTH, 10, 0.44, 0.22), (UNCOUNTED, 25, 0.48, 0.28)],
+    ids=["fitted", "fifth", "uncounted"],
+)
+def test_the_errors_that_the_accuracy_page_states(
+    names: tuple[str, ...], rows: int, without: float, with_it: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = [table for file in LATER_TABLES for table in read(file) if table.id in names]
+
+    def errors() -> list[float]:
+        points = [point for table in tables for point in judge(table).points if point.kind == "time" and point.case]
+        return [abs(each.error) for each in points if each.case and each.case.stack.code.name in TRACED]
+
+    assert len(tables) == len(names)
+    assert len(errors()) == rows
+    assert mean(errors()) == pytest.approx(with_it, abs=0.005)
+    untraced = {code.name: replace(code, moved=(), torch_grouped=False) for code in CODES}
+    monkeypatch.setattr(stacks, "TRAINING_CODES", {**TRAINING_CODES, **untraced})
+    assert mean(errors()) == pytest.approx(without, abs=0.005)
