@@ -263,3 +263,16 @@ def step_extra(plain: Recipe, muon: Recipe, layout: str) -> float:
     """Return the additional seconds of the optimizer with Muon, besides its states."""
     with_muon, moments = plan_recipe(muon, "8xH100", layout), plan_recipe(plain, "8xH100", layout, "muon")
     return with_muon.chosen.time.optimizer - moments.chosen.time.optimizer
+
+
+def test_a_plan_says_if_compiling_would_save_more_than_an_hour() -> None:
+    """A proxy that `leaven new` writes is not compiled, because each of its trials would compile again."""
+    recipe = read_recipe(Path(__file__).parents[2] / "examples" / "350m.toml")
+
+    def said(changes: dict[str, bool | int]) -> list[str]:
+        found = plan_recipe(recipe.replace(changes), "1xH100-SXM-80GB").cautions
+        return [one for one in found if one.startswith("not compiled: with layout.compile = true, steps are planned")]
+
+    assert len(said({"layout.compile": False})) == 1
+    assert not said({"layout.compile": True})
+    assert not said({"layout.compile": False, "data.tokens": 300_000_000, "schedule.warmup_tokens": 3_000_000})

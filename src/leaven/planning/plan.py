@@ -25,7 +25,8 @@ from leaven.recipe.recipe import Recipe
 
 N_ALTERNATIVES = 5
 _DOUBLINGS = 8  # numbers of GPUs that :func:`cluster_for` tries
-_MUCH = 0.2  # a plan warns if waiting for the host, or not compiling, takes a larger share of a step
+_MUCH = 0.2  # a plan warns if the GPU waits for the host in a larger share of a step
+_WORTH_COMPILING = 3_600  # seconds of a run; a plan says if compiling would save more
 # Result of benchmarks/planner_accuracy.py: mean and worst error over every usable row of published tables.
 ACCURACY = (
     "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
@@ -129,7 +130,7 @@ class ClusterPlan:
             )
         compiled = chosen.arrangement.layout.model_copy(update={"compile": True})
         step = self.job.time(replace(chosen.arrangement, layout=compiled)).step
-        if self.job.by_leaven and step < (1 - _MUCH) * chosen.time.step:
+        if self.job.by_leaven and self.seconds * (1 - step / chosen.time.step) > _WORTH_COMPILING:
             found.append(
                 f"not compiled: with layout.compile = true, steps are planned up to {chosen.time.step / step:.1f} "
                 "times as fast, because torch.compile fuses the kernels between matrix products"
