@@ -9,6 +9,7 @@ import pytest
 from tests.training.conftest import losses, scalars
 
 from leaven.data.tokens import TokenSet
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.metrics import writers
 from leaven.training.run_folder import RunFolder
@@ -100,6 +101,14 @@ def test_a_failing_tracker_does_not_stop_the_run(
     written = scalars(tmp_path / "run")
     assert len(written["train/loss"]) == 40
     assert written["validation/loss"][-1] == (10_240, pytest.approx(summary.loss))
+
+
+def test_writers_have_names_that_are_known(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--log-to tensorbord: give none, or some of tensorboard, wandb, trackio"):
+        train(tiny, tokens, tmp_path / "run", log_to="tensorboard,tensorbord")
+    assert not (tmp_path / "run").exists()
+    assert writers("tensorboard") == writers(["tensorboard"]) == ("tensorboard",)
+    assert writers("none") == writers(()) == ()
 
 
 def test_curves_of_a_resumed_run_have_each_step_once(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

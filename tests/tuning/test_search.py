@@ -712,7 +712,7 @@ WRONG: list[dict[str, Any]] = [{"loss": None}, {"tokens": "5"}, {"curve": ((1,),
 @pytest.mark.parametrize(
     ("result", "error"),
     [
-        *((result, InputError) for result in (None, "2.5", b"2", [1.0, 2.0])),
+        *((result, InputError) for result in (None, True, "2.5", b"2", [1.0, 2.0])),
         *((Outcome(**{"loss": 1.0} | wrong), InputError) for wrong in WRONG),
         (SystemExit(), SystemExit),
         (KeyboardInterrupt(), KeyboardInterrupt),

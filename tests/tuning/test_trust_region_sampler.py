@@ -254,6 +254,8 @@ def test_bad_input_gets_one_line() -> None:
         study_of(bowl, 1, TrustRegionSampler({"lr": "high"}))
     with pytest.raises(InputError, match=r"^start: optimizer = 'lion'; the objective allows \('sgd', 'adam'\)$"):
         study_of(bowl, 1, TrustRegionSampler({"optimizer": "lion"}))
+    with pytest.raises(InputError, match=r"^start: width = 40; the objective allows 16 to 64 in steps of 16$"):
+        study_of(bowl, 1, TrustRegionSampler({"width": 40}))
     with pytest.warns(UserWarning, match="start has lrr, but the objective has lr, width, optimizer"):
         study_of(bowl, 1, TrustRegionSampler({"lrr": 0.1}))
     with pytest.raises(InputError, match=r"for one objective, but the study has 2; use another sampler, such as"):

@@ -293,15 +293,15 @@ class Validation(Callback):
         self.trainer.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
 
-def writers(log_to: str | None) -> tuple[str, ...]:
-    """Return the writers of curves that ``--log-to`` names, such as "tensorboard,wandb" or "none". For None, return
+def writers(log_to: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the writers of curves that ``log_to`` names, such as "tensorboard,wandb" or "none". For None, return
     TensorBoard if it is installed. Raise InputError if a name is unknown or its package is not installed."""
     if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
-    names = [] if log_to == "none" else log_to.split(",")
+    names = [] if log_to == "none" else log_to.split(",") if isinstance(log_to, str) else log_to
     for name in names:
         if name not in WRITERS:
-            raise InputError(f"--log-to {log_to}: give none, or some of {', '.join(WRITERS)}, separated by commas")
+            raise InputError(f"--log-to {name}: give none, or some of {', '.join(WRITERS)}, separated by commas")
         if find_spec(name) is None:
             raise InputError(f"--log-to {name}: {name} is not installed; run: pip install {name}")
     return tuple(dict.fromkeys(names))

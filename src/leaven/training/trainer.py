@@ -91,7 +91,7 @@ from leaven.training.integrity import (
     unusable_checkpoints,
 )
 from leaven.training.loop import Callback, Diverged, Loop
-from leaven.training.metrics import Step, StepLog, Validation
+from leaven.training.metrics import Step, StepLog, Validation, writers
 from leaven.training.micro_batch import (
     Choice,
     as_started,
@@ -126,7 +126,7 @@ def train(
     on_step: Callable[[Step], None] = lambda step: None,
     on_event: Callable[[str, dict[str, Any]], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
-    log_to: Sequence[str] = (),
+    log_to: str | Sequence[str] = (),
     rewind: ManualRewind | None = None,
     group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
@@ -147,18 +147,19 @@ def train(
         stop: polled between steps, and by a single process also within a step. When it returns True, the state is
             saved, and ``finished`` of the result is False. If a disk is full or away at the end, the run waits for it
             until ``stop`` returns True.
-        log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
+        log_to: names of writers of curves (:data:`leaven.training.metrics.WRITERS`), such as "tensorboard,wandb".
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
     Raises:
-        InputError: if the recipe cannot be trained, the tokens are of another [data], or the folder cannot be
-            written, is in use, or has a run of another recipe or text.
+        InputError: if the recipe cannot be trained, a writer of curves is unknown or not installed, the tokens are
+            of another [data], or the folder cannot be written, is in use, or has a run of another recipe or text.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     folder = storage.expanded(folder)
     _require_tokens_of(recipe, tokens)
+    log_to = writers(log_to)
     on_event = on_event or _warnings_of_faults(folder, tokens, sys._getframe(1), group)
     with _stopped_by_ctrl_c(stop) as asked:
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)

@@ -282,7 +282,7 @@ def _converted(outcome: Outcome, name: str, kind: Callable[[Any], Any]) -> Any:
     if value is None and name != "loss":
         value = getattr(Outcome(0.0), name)
     try:
-        if isinstance(value, str | bytes):
+        if isinstance(value, str | bytes) or (name == "loss" and isinstance(value, bool)):
             raise TypeError
         return kind(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -184,13 +184,18 @@ class AxisOfDistribution:
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
         try:
             found = self.at(given[self.name])
-            if isinstance(self.limits, range) or self.limits[0] <= found <= self.limits[1]:
+            if isinstance(self.limits, range) or self._allows(found, given[self.name]):
                 return found
         except ValueError:  # not a number, or not a choice
             pass
         to = self.distribution
         allowed = f"{to.low:g} to {to.high:g}" if isinstance(to, NUMBERS) else getattr(to, "choices", ())
-        raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective allows {allowed}")
+        steps = f" in steps of {to.step:g}" if isinstance(to, NUMBERS) and to.step else ""
+        raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective allows {allowed}{steps}")
+
+    def _allows(self, at: float, value: Any) -> bool:
+        step, low, high = getattr(self.distribution, "step", None), self.limits[0], self.limits[-1]
+        return low <= at <= high and (not step or abs(self.value(at) - float(value)) <= 1e-8 * step)
 
     def at(self, value: Any) -> float:
         """Return the position of a value on the axis, in steps of ``unit``. The position of a choice is its index."""
