@@ -117,13 +117,13 @@ def test_a_run_does_not_write_through_a_link_or_over_other_text(
     assert (run.path / name).read_text() == thesis.read_text() == text
 
 
-@pytest.mark.parametrize(("events", "left"), [(0, "plan.json"), (1, "metrics.jsonl")])
+@pytest.mark.parametrize(("events", "left"), [(0, "plan.json"), (1, "metrics.jsonl"), (0, "tensorboard")])
 def test_the_first_event_alone_does_not_start_a_run_again(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, events: int, left: str
 ) -> None:
     """The run has one other file, and no events or the first one."""
     folder, short = tmp_path / "run", recipe.replace({"data.tokens": 1_024})
-    train(short, tokens, folder)
+    train(short, tokens, folder, log_to="tensorboard")
     rewrite(folder / "events.jsonl", lambda lines: lines[:events])
     for path in folder.iterdir():
         if path.name not in {"recipe.toml", "tokenizer.json", "events.jsonl", left}:

@@ -16,7 +16,7 @@ from tests.errors import refused
 from tests.training.conftest import KEPT_STATE, losses, scalars, small_disk
 
 from leaven.data.stream import validation_windows
-from leaven.data.tokens import TokenSet
+from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.model.transformer import Stage
 from leaven.recipe.files import read_recipe
@@ -262,6 +262,9 @@ def test_tokens_of_another_recipe_are_refused(tiny: Recipe, tokens: TokenSet, tm
         tiny.replace({"data.source": [{"source": source, "weight": one}, {"source": "b.txt", "weight": 1}]}).data
         for one in (9, 1)
     )
+    for vocab_size in (300, 1024):  # the tokenizer is trained, and another one at another size
+        with refused("tokens were prepared from another model.vocab_size than the recipe's"):
+            train(tiny, prepare(tiny.data, vocab_size), tmp_path / "run")
     with refused("tokens were prepared from another data.source"):
         train(tiny.replace({"data.source": mixed.source}), replace(tokens, data=other), tmp_path / "run")
     assert not (tmp_path / "run").exists()

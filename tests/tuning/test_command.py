@@ -1174,6 +1174,19 @@ def test_the_best_command_has_its_environment_and_its_folder(write: Write) -> No
     assert Path("runs/tiny/log").exists()
 
 
+def test_no_secret_of_a_command_file_is_printed_or_on_its_page(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = PATTERN + 'environment.WANDB_API_KEY = "hunter2"\n'
+    training = 'test -n "$WANDB_API_KEY" && echo iter 1: val loss {lr}'
+    write(f"{training}; : postgresql://u:hunter3@h/db", more, ONE)
+    printed = tune("tiny.toml", "--study", "study", "--trials", 4, "--noise", 0)
+    page = study_page(read_study(Path("study")))
+    for text in (printed, page):
+        assert "hunter" not in text
+        assert "postgresql://u:***@h/db" in text
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    assert subprocess.run(document().best_command, shell=True, check=False).returncode == 0
+
+
 def test_a_study_runs_its_command_in_one_folder(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     write("cat here; : {lr} {seed}", "loss.pattern = '{loss}'\n", ONE)
     Path("here").write_text("3")

@@ -48,6 +48,7 @@ class TokenSet:
         str, ...
     ] = ()  # lines about data that are skipped, missing or damaged, and assumptions about token ids
     data: Data | None = None  # the section of the recipe that names them; None for made-up tokens
+    model_vocab_size: int | None = None  # vocab_size of the model for which they were prepared, if known
 
     @property
     def train(self) -> ShardedTokens:
@@ -175,6 +176,7 @@ def prepare(
             *(note for source in sources for note in source.notes),
         ),
         data=data,
+        model_vocab_size=vocab_size,
     )
 
 

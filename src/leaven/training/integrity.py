@@ -278,6 +278,9 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 # Missing checkpoints
 
 
+_CURVES_BEGIN = 128  # bytes; a file of TensorBoard without a step has two records of about 40
+
+
 def progress(run: RunFolder) -> str | None:
     """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None. A run
     does not train before its first checkpoint is saved."""
@@ -286,10 +289,12 @@ def progress(run: RunFolder) -> str | None:
     read = run.read_metrics()
     if read.documents:
         return f"{run.metrics_file.name} says that the run has trained {read.documents[-1]['step']:,} steps"
-    if read.damaged or is_other_text(run.metrics_file, IDENTITY, "step"):
-        return f"{run.metrics_file.name} has lines that are no metrics"
-    if is_other_text(run.events_file, "event"):
-        return f"{run.events_file.name} has lines that are no events"
+    for file, first_keys in ((run.metrics_file, (IDENTITY, "step")), (run.events_file, ("event",))):
+        if is_other_text(file, *first_keys) or (read.damaged and file == run.metrics_file):
+            return f"{file.name} has lines that are no {file.stem}"
+    curves = (run.path / "tensorboard").glob("events.*")
+    if any(file.stat().st_size > _CURVES_BEGIN for file in curves):
+        return "tensorboard/ says that the run has trained"
     if run.plan_file.exists() and not run.events():  # the plan is written after the first event
         return f"{run.plan_file.name} says that the run has begun"
     return "the run had saved one before torchrun restarted it" if begun_under_torchrun(run) else None

@@ -1,9 +1,10 @@
 """Measures steps and the validation loss, and logs them: metrics.jsonl, events.jsonl and curves."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -240,7 +241,8 @@ class StepLog(Callback):
     @contextmanager
     def _lost_if_it_fails(self, name: str) -> Iterator[None]:
         try:
-            yield
+            with redirect_stdout(sys.stderr):  # trackio prints to stdout, which may be a JSON document
+                yield
         except Exception as error:  # writers raise errors of any class
             self._writers.pop(name, None)
             self.trainer.event("curves_lost", writer=name, why=f"{type(error).__name__}: {error}")
@@ -347,6 +349,8 @@ class Tracker:
         known: dict[str, Any] = {"project": recipe.name, "name": name, "config": recipe.model_dump(mode="json")}
         if module.__name__ == "wandb":
             known |= {"id": f"{recipe.name}-{name}-{run.identity}", "dir": str(run.path)}
+        else:  # trackio continues the run of this name
+            known["name"] = f"{name}-{run.identity[:8]}"
         module.init(resume="allow", **known)
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:

@@ -171,7 +171,8 @@ def train(
 
 
 def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
-    """Raise InputError if ``tokens`` are of other sources, weights or another tokenizer than the recipe's."""
+    """Raise InputError if ``tokens`` are of other sources, weights or another tokenizer than the recipe's, or if the
+    model has fewer ids."""
     if tokens.data is None:
         return
     of_recipe, of_tokens = (
@@ -179,6 +180,11 @@ def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
         for data in (recipe.data, tokens.data)
     )
     different = [f"data.{key}" for key in of_recipe if of_recipe[key] != of_tokens[key]]
+    trained = recipe.data.tokenizer == "bpe" and tokens.tokenizer_path is not None
+    if tokens.vocab_size > recipe.model.vocab_size or (
+        trained and tokens.model_vocab_size != recipe.model.vocab_size
+    ):
+        different.append("model.vocab_size")
     if different:
         raise InputError(
             f"train: tokens were prepared from another {listed(different, 'and')} than the recipe's; prepare them "

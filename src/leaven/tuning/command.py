@@ -67,6 +67,9 @@ def _text(text: str) -> str:
     return text
 
 
+_SECRET = re.compile(r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?)$", re.IGNORECASE)
+
+
 def _variables(environment: dict[str, str]) -> dict[str, str]:
     if wrong := [name for name in environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]:
         raise ValueError(f"{wrong[0]!r} cannot be the name of a variable; use letters, digits and _")
@@ -249,10 +252,18 @@ class Command(Part):
         return fill(self.command, quoted)
 
     def line(self, values: Mapping[str, Value]) -> str:
-        """Return a shell command line that makes the folder ``{out}``, sets ``environment`` and runs the command."""
+        """Return a shell command line that makes the folder ``{out}``, sets ``environment`` and runs the command.
+
+        Secrets, such as WANDB_API_KEY, are not in the line. They are those of the shell that runs it.
+        """
         line = self.filled(values)
         if self.environment:
-            environment = [shlex.quote(f"{name}={fill(text, values)}") for name, text in self.environment.items()]
+            environment = [
+                f'{name}="${name}"'
+                if _SECRET.search(name) and not _names(text)
+                else shlex.quote(f"{name}={fill(text, values)}")
+                for name, text in self.environment.items()
+            ]
             line = " ".join(["env", *environment, "sh -c", shlex.quote(line)])
         return f"mkdir -p {shlex.quote(text_of(values[OUT]))} && {line}" if OUT in self.used else line
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -170,7 +169,7 @@ def read_run(folder: Path) -> RunView:
         steps=steps,
         validation=points,
         loss=loss if loss is not None else points[-1][1] if points else None,
-        seconds=seconds if seconds is not None else _elapsed(events),
+        seconds=seconds if seconds is not None else _seconds_of(steps),
         finished=finish is not None,
         stopped=events[-1].get("why") if events and events[-1]["event"] == "stop" else None,
         returns=[event for event in events if event["event"] in RETURNS],
@@ -192,11 +191,10 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: plain(key, value) for key, value in line.items()}
 
 
-def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
-    """Return the seconds of a run, without the pause before each resume. Return None if no event has a time."""
-    times = [(event["event"], event["time"]) for event in events if event.get("time") is not None]
-    spent = (after - before for (_, before), (event, after) in pairwise(times) if event not in {"start", "resume"})
-    return sum(spent) if times else None
+def _seconds_of(steps: Sequence[dict[str, Any]]) -> float:
+    """Return the seconds of steps. Unlike times of events, they do not depend on a clock that is set."""
+    timed = [step for step in steps if step.get("batch_tokens") and step.get("tokens_per_second")]
+    return float(sum(step["batch_tokens"] / step["tokens_per_second"] for step in timed))
 
 
 def _drawable(number: float) -> bool:

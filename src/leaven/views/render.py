@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from leaven.errors import InputError
+from leaven.errors import InputError, shown
 from leaven.recipe.recipe import short_path
 from leaven.views import numbers
 from leaven.views.charts import TEMPLATE, Figure
@@ -59,7 +59,8 @@ def served(page: ServedPage) -> Iterator[None]:
 
 
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
-    """Return the HTML of a template in ``templates/``. Every text in ``context`` is escaped.
+    """Return the HTML of a template in ``templates/``. Every text in ``context`` is escaped, and
+    secrets in it become ``***``.
 
     ``charts`` has the charts by name. A chart without data is None.
 
@@ -78,6 +79,7 @@ def _environment() -> Environment:
         loader=PackageLoader("leaven.views"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=lambda value: shown(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
