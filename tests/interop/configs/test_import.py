@@ -579,6 +579,8 @@ KWARGS = {"lr_scheduler_type": "cosine_with_min_lr"}
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, None, "architecture MambaForCausalLM"),
         (CONFIG, {"learning_rate": "fast"}, "learning_rate fast must be a number"),
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
+        (CONFIG, {"bf16": "False"}, "bf16 'False' must be true or false"),
+        (CONFIG, {"bf16": True, "fp16": True}, "bf16 and fp16 are two precisions; remove one"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr_rate": [1]}}, "min_lr_rate [1] must be a number"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"num_cycles": 1}}, "supports cosine_with_min_lr only with 0.5"),

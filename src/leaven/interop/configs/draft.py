@@ -199,6 +199,8 @@ class Settings:
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
         if kind == "switch":
+            if value not in (None, False, True):
+                raise InputError(f"{label} {value!r} must be true or false")
             return bool(value)
         if kind == "word":
             return str(value or "")

@@ -157,6 +157,8 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
         draft.set("data.tokens", given["max_steps"] * batch, f"{given.why('max_steps')} x batch")
     elif "data.tokens" not in draft.values:
         draft.guess_tokens(shape)  # before the schedule, which may need it
+    if given["bf16"] and given["fp16"]:
+        raise InputError(f"{draft.origin}: bf16 and fp16 are two precisions; remove one")
     compute = "bf16" if given["bf16"] else "fp16" if given["fp16"] else "fp32"
     given.put("precision.compute", compute, "bf16", "fp16")
     warmup = given["warmup_steps"] or given["warmup_ratio"]
