@@ -1,5 +1,6 @@
-# `make demo` takes about five minutes on two slow cores; `make test` runs the tests. .ci/run lists what CI runs. No target takes input.
-.PHONY: demo demo-quick test package start-up kills test-slow test-torch test-targets prove-exports docs docs-quoted docs-accuracy clean
+# `make demo` takes about five minutes on two slow cores; `make test` runs the tests, except those that take long. .ci/run
+# lists what CI runs. No target takes input.
+.PHONY: demo demo-quick test test-long package start-up kills test-slow test-torch test-targets prove-exports docs docs-quoted docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,7 +17,10 @@ test: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not slow and not kills"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not long and not slow and not kills"
+
+test-long: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "long and not slow and not kills"
 
 # Build wheel and source distribution, install them into empty environments, and use them there, without and with `[train]`.
 package:

@@ -30,6 +30,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["olmo2", pytest.param("gemma3", marks=SLOW)])
 def test_a_family_passes(name: str) -> None:
     document = checked(name, "coordinates", widths=WIDTHS, depths=DEPTHS, seeds=1)
@@ -48,6 +49,7 @@ def test_a_readout_that_is_not_scaled_is_found(name: str) -> None:
     assert "lm_head" in {row.module for row in document.rows if row.passed is False}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek3", marks=SLOW)])
 def test_a_sum_over_experts_is_not_measured_after_their_multipliers(name: str) -> None:
     document = checked(name, "coordinates", widths=(WIDTH,), depths=DEPTHS, seeds=1)
@@ -58,12 +60,14 @@ def test_a_sum_over_experts_is_not_measured_after_their_multipliers(name: str) -
     assert "model.layers.mlp" not in {row.module for row in document.rows}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "module"), [("router", "gate"), ("experts", "experts")])
 def test_faults_of_experts_are_found(fault: str, module: str) -> None:
     document = checked("mixtral", "coordinates", fault, widths=WIDTHS, depths=(DEPTH,), seeds=1)
     assert f"model.layers.mlp.{module}" in {row.module for row in document.rows if row.passed is False}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "fault", "axis", "module"),
     [

@@ -57,6 +57,7 @@ def test_an_optimum_far_from_the_first_lrs_is_found() -> None:
     assert verdicts(-2.0, 0.01)[0] == ["FAILED"] * 3
 
 
+@pytest.mark.long
 def test_undecided_sizes_get_more_seeds() -> None:
     """A shift of 0.25 octaves costs 0.006 nats, below both limits, but few seeds do not show this."""
     found, seeds = verdicts(0.25 / 3, 0.06)
@@ -96,6 +97,7 @@ def test_a_narrow_interval_round_a_limit_is_named_when_all_seeds_are_trained(
     assert lr_transfer.verdict(row, last) == verdict
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 def test_the_benchmark_runs_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["lr_transfer.py", "--tiny", "--run", str(tmp_path), "--cases", "adamw", "--axes", "batch"]

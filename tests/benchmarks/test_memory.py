@@ -10,6 +10,7 @@ from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"precision.compute": "fp32", "layout.recompute": "full"}], ids=str)
 def test_predicted_is_what_a_step_takes(changes: dict[str, str], tiny: Recipe) -> None:
     recipe = tiny.replace(MODEL | {"model.n_layers": 2, "batch.tokens": 1024, "data.tokens": 8192} | changes)

@@ -75,6 +75,7 @@ def trained(lr_factor: float = 1.0) -> Callable[[ProofCase, Path], list[float]]:
     return losses
 
 
+@pytest.mark.long
 def test_an_export_is_proved_once_its_difference_is_taken_into_account(recipe: Recipe, tokens: TokenSet) -> None:
     proof = prove(CASE, recipe, tokens, trained())
     assert proof.left < 3e-6

@@ -170,6 +170,7 @@ def test_the_nearest_run_may_be_a_mixture_and_is_compared_by_what_a_token_uses()
     assert found.facts == {"nearest": "olmoe-1b-7b", "side": "smaller", "apart": pytest.approx(4.69, rel=0.01)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("check", "severity", "fault", "sound"), PLANTED, ids=lambda value: str(value)[:60])
 def test_a_planted_fault_is_found_and_each_suggestion_fixes_it(
     check: str, severity: str, fault: dict[str, Any], sound: dict[str, Any]
@@ -288,6 +289,7 @@ def powers(low: int, high: int) -> st.SearchStrategy[float]:
     return st.floats(low, high).map(lambda exponent: 10.0**exponent)
 
 
+@pytest.mark.long
 @settings(max_examples=4, phases=[Phase.explicit, Phase.generate], derandomize=True)
 @given(
     width=st.sampled_from([1, 4, 16, 64]),
@@ -356,6 +358,7 @@ def test_a_beta_that_a_transfer_warns_about_is_outside_even_after_a_study(
     assert "runs have trained well with 0." in one.says
 
 
+@pytest.mark.long
 def test_published_runs_are_never_outside_the_published_range() -> None:
     runs = list(published())
     assert len(runs) > 50

@@ -48,6 +48,7 @@ def comparable(params: float) -> list[PublishedRun]:
     ]
 
 
+@pytest.mark.long
 @settings(max_examples=8)
 @given(
     params=st.floats(math.log(90e6), math.log(200e9)).map(math.exp),

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import leaven
 from leaven.interop.configs.export import TARGETS
 
@@ -29,6 +31,7 @@ for verb in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_only_training_needs_extras(tiny_file: Path, tmp_path: Path) -> None:
     """Run all verbs in one process without the extras: choosing and planning work, training says what to install."""
     out = tmp_path / "out"

@@ -23,6 +23,7 @@ def test_the_version_is_printed() -> None:
     assert subprocess.check_output(command, text=True) == f"leaven {leaven.__version__}\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("best", "more", "code"), [(6, (), 0), (6, ("--json",), 0), (4, (), 1)])
 def test_a_check_whose_output_is_not_read_has_its_usual_exit_code(
     tmp_path: Path, best: int, more: tuple[str, ...], code: int

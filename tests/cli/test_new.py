@@ -75,6 +75,7 @@ def test_force_replaces_both_recipes_and_leaves_no_proxy_of_another(leaven: Verb
     assert proxy.read_bytes() != before
 
 
+@pytest.mark.long
 def test_the_recipe_trains_as_written(leaven: Verb, tmp_path: Path, corpus: Path) -> None:
     recipe, run = tmp_path / "tiny.toml", tmp_path / "run"
     small = ("--params", "100k", "--tokens", "40k", "--seq-len", "16", "--vocab", "320")

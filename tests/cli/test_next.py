@@ -51,6 +51,7 @@ def no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "gpus_here", lambda: 0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 def test_tune_to_export_by_printed_commands(leaven: Verb, road: Path) -> None:
     command = next_commands.after_check(

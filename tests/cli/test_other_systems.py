@@ -54,6 +54,7 @@ def elsewhere(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "studies", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a run", "a study, too"]
 )

@@ -182,6 +182,7 @@ def folder(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", CASES)
 def test_wrong_input_is_one_line_and_writes_nothing(
     leaven: Verb, folder: Path, scaled_run: Path, command: str

@@ -116,6 +116,7 @@ sys.exit(75 if interrupted else 0)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sent", "code"),
     [("os.kill(os.getpid(), signal.SIGTERM)", 75), ("os.kill(os.getpid(), signal.SIGINT)", 75), ("", 0)],
@@ -132,6 +133,7 @@ def test_a_command_goes_on_without_the_program_that_read_its_output(tmp_path: Pa
     assert (process.returncode, (tmp_path / "saved").exists()) == (code, True)
 
 
+@pytest.mark.long
 def test_the_checkpoint_at_0_tokens_is_used(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
     run, kept = tmp_path / "run", ("--set", "stability.keep=20", "--set", "data.tokens=2560", "--log-to", "none")
     assert leaven("train", tiny_file, "--run", run, *kept)[0] == 0
@@ -185,6 +187,7 @@ def test_a_ramp_is_proposed_from_the_noise_scale_of_a_run(leaven: Verb, tiny_fil
     assert (code, "metrics.jsonl is not as it was when the run finished" in " ".join(err.split())) == (2, True), err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_spike", ["off", "rollback"])
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_message(
     leaven: Verb, tiny_file: Path, tmp_path: Path, on_spike: str

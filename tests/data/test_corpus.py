@@ -147,6 +147,7 @@ def test_the_key_or_column_of_the_text_can_be_named(tmp_path: Path) -> None:
     assert (found["x.jsonl:1"], found["x.parquet:3"]) == ("one", "row 2 512")
 
 
+@pytest.mark.long
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5))
 @settings(max_examples=10)
 def test_the_fingerprint_depends_only_on_keys_and_texts(

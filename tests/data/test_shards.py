@@ -528,6 +528,7 @@ def test_child_processes_exit_with_a_killed_parent(data: Data, tmp_path: Path) -
     assert remaining == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small")
 def test_a_dead_child_process_keeps_finished_shards(
     data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -555,6 +556,7 @@ class Sleeper:
         return seconds
 
 
+@pytest.mark.long
 def test_closing_ends_child_processes_at_once() -> None:
     work: Any = iter([(0, 0.0), (1, 40.0), (2, 40.0), (3, 40.0)])
     encoder: Any = Sleeper()

@@ -45,6 +45,7 @@ def losses(document: DemoDocument) -> dict[tuple[str, int, float, int], float]:
     return {(run.rule, run.width, run.lr, run.seed): run.loss for run in document.runs}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small")
 def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     polls = iter([False] * 5)

@@ -13,6 +13,7 @@ from leaven.recipe.recipe import Recipe
 ALIVE = {"1f1b": [4, 3, 2, 1], "gpipe": RANKS * [MICRO_BATCHES]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     # Two more tests have the zero-bubble schedule.

@@ -14,6 +14,7 @@ SLOW = {"dp 2 pp 2 zero 0", "dp 2 pp 2 zero 1", "dp 2 pp 2 zero 3", "dp 2 zero 1
 SLOW |= {"dp 2 zero 3", "tp 2"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes", [pytest.param(LAYOUTS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )

@@ -56,6 +56,7 @@ ALL_ACTIVE = FEW | {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
@@ -165,6 +166,7 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "model"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )

@@ -82,6 +82,7 @@ def expected(recipe: Recipe, rank: int) -> Held:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("values", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_70b_model_on_many_ranks(values: dict[str, Any], ranks: Pool, tiny: Recipe) -> None:
     recipe = tiny.replace(LLAMA_70B | {f"layout.{key}": value for key, value in values.items()})

@@ -204,6 +204,7 @@ def steps_before_validation(name: str) -> int:
     return 1 if slow_steps and name not in SLOW else 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [
@@ -223,6 +224,7 @@ STAGES = layout(dp=2, pp=2, zero=2) | ONE
 
 
 # Tensor-parallel ranks round partial sums to the compute dtype.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("compute", "limit", "laid_out"),
     [

@@ -59,6 +59,7 @@ def watched(recipe: Recipe) -> tuple[list[Held], int]:
         return seen, sum(parameter.numel() for parameter in model.stages[0].parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_zero_2_and_3_shard_after_each_micro_batch(zero: int, ranks: Pool, tiny: Recipe) -> None:
     for seen, whole in ranks(4, watched, tiny.replace(layout(dp=2, pp=2, zero=zero))):

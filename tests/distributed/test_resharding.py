@@ -75,6 +75,7 @@ def follow(
 QUICK = {"experts: 2x2x2 ep2, one process, dp4 ep2 zero3, dp3"}  # `make test-slow` runs all
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "chain"),
     [pytest.param(*CHAINS[name], id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CHAINS],

@@ -55,6 +55,7 @@ def run(recipe: Recipe, folder: Path, stop_after: int = 1_000) -> Reading:
     return times[0], times[1], read[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "degrees", [pytest.param((2, 1, 1), id="dp2"), pytest.param((2, 2, 2), id="dp2 tp2 pp2", marks=pytest.mark.slow)]
 )

@@ -244,6 +244,7 @@ def damage_folder(folder: Path, data: st.DataObject) -> None:
                 path.symlink_to(data.draw(st.sampled_from(["/dev/zero", "nothing", ".", other])))
 
 
+@pytest.mark.long
 @fuzz
 @given(data=st.data())
 def test_damaged_run_folders(data: st.DataObject, place: Path, scaled_run: Path) -> None:

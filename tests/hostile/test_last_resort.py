@@ -206,6 +206,7 @@ def _denied() -> list[str]:
     return ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "says"),
     [

@@ -144,6 +144,7 @@ def test_group_values_in_closed_form(family: str) -> None:
     assert rows[next(iter(rows))].init_std == pytest.approx(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["standard", "completep", "complete-d-p"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_multipliers_scale_branches_and_logits(family: str, rule: str) -> None:

@@ -51,6 +51,7 @@ def outputs(model: nn.Module) -> torch.Tensor:
     return logits(model.eval(), tokens(9))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_folded_model_gives_the_same_logits_without_hooks_and_from_its_file(name: str, tmp_path: Path) -> None:
     build = BUILDS[name]

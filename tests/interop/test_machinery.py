@@ -22,6 +22,7 @@ KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
 TUNED = KEPT | {"init_std": 0.1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["before, and run", "after", "in place", "blocks"])
 def test_a_compiled_model_gets_its_multipliers(how: str) -> None:
     """A graph that was compiled before does not contain the hooks."""

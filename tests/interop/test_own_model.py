@@ -88,6 +88,7 @@ PAIRS += [(case, "standard") for case in CASES if "init" in case]
 PAIRS += [("multipliers of modules and depth", rule) for rule in RULES if rule not in ("completep", "complete-d-p")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "rule"), PAIRS)
 def test_groups_and_forward_are_those_of_the_table(tiny: Recipe, case: str, rule: str) -> None:
     changes, grown = CASES[case]

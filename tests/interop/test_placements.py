@@ -26,6 +26,7 @@ def parametrized(name: str, width: int = 64, depth: int = 6) -> tuple[Any, dict[
     return model, {row.name.removeprefix("model.layers.1."): row for row in model.leaven_rows}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_norms_behind_branches_are_found(name: str) -> None:
     _, rows = parametrized(name)

@@ -78,6 +78,7 @@ def test_the_loop_of_accelerate() -> None:
     assert_is_table(model, optimizer.param_groups, 1 / 4)
 
 
+@pytest.mark.long
 def test_the_module_of_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     from lightning_module import Llama
@@ -89,6 +90,7 @@ def test_the_module_of_lightning(tmp_path: Path) -> None:
     assert_is_table(run.model, run.trainer.optimizers[0].param_groups, 1 / 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "package", "folder"),
     [

@@ -166,6 +166,7 @@ RULES: list[Any] = [(name, "complete-d-p") for name in OUT]
 RULES += [pytest.param(name, "completep", marks=[pytest.mark.slow] * (name not in QUICK)) for name in OUT]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "rule"), RULES)
 def test_exported_weights_give_the_same_logits_there_and_back(
     tiny: Recipe, tmp_path: Path, tokenizer_file: Path, case: str, rule: str
@@ -441,6 +442,7 @@ def no_single_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(default)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_single_precision")
 @pytest.mark.parametrize("name", IN)
 def test_weights_of_transformers_give_the_same_logits_in_float64(tiny: Recipe, tmp_path: Path, name: str) -> None:

@@ -46,6 +46,7 @@ def test_flops_of_products_on_onednn_are_counted(monkeypatch: pytest.MonkeyPatch
     assert counter.get_total_flops() == product
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("sizes", "wide"), [((5, 3), 0), ((3, 5), 0), ((3, 5), 6)])
 def test_a_linear_layer_on_onednn(

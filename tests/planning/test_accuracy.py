@@ -37,7 +37,7 @@ MISSED = {
 }
 
 
-pytestmark = pytest.mark.xdist_group("accuracy")  # one worker plans all published rows once
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("accuracy")]  # one worker plans all published rows once
 
 
 @cache

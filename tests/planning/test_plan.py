@@ -176,6 +176,7 @@ def test_blocks_are_compiled_in_every_layout_if_the_recipe_or_the_layout_says_so
         assert parse_layout(written(found.chosen.arrangement.layout), 2)[0] == found.chosen.arrangement.layout
 
 
+@pytest.mark.long
 def test_a_published_run_with_experts_is_planned_by_its_id() -> None:
     found = plan_run("olmoe-1b-7b", "64xH100-80GB")
     assert found.chosen.fits

@@ -46,6 +46,7 @@ def test_only_models_too_large_for_a_processor_get_bf16(starts: dict[tuple[str, 
     assert {started.target.precision.compute for started in starts.values()} == {"bf16"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("experts", [None, (64, 8)])
 @pytest.mark.parametrize("gpus", [8, 64, 512])
 def test_the_hours_of_the_search_are_those_of_the_plan_of_its_trials(

@@ -77,6 +77,7 @@ def test_every_factor_is_used(code: TrainingCode) -> None:
         assert {name for name, _ in factors} <= known
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
 def test_leavens_own_blocks_move_what_the_planner_says(fp32: bool) -> None:
     code, draw = TRAINING_CODES["leaven-fp32" if fp32 else "leaven-bf16"], random.Random(1)
@@ -168,6 +169,7 @@ UNCOUNTED = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("names", "rows", "without", "with_it"),
     [(FITTED, 11, 0.38, 0.05), (FIFTH, 10, 0.44, 0.22), (UNCOUNTED, 25, 0.48, 0.28)],

@@ -21,6 +21,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["standard", "completep", "complete-d-p"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_folded_weights_compute_the_same_function(tiny: Recipe, shape: dict[str, object], rule: str) -> None:

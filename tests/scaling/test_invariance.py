@@ -111,6 +111,7 @@ def test_the_forms_of_table_3_and_table_8_train_alike_if_eps_and_decay_move_too(
             torch.testing.assert_close(close[name], scale * parameter, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", ["attention.out", "attention.value", "mlp.in", "mlp.out"])
 @pytest.mark.parametrize("placement", ["output", "sandwich", "pre"])
 def test_a_norm_behind_a_branch_undoes_the_scale_of_its_matrices(tiny: Recipe, placement: str, module: str) -> None:

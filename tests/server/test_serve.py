@@ -213,6 +213,7 @@ def test_wrong_input_to_the_planner_is_said_on_the_page(port: int, query: str, w
     assert "<script>1" not in page
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
 def test_in_a_browser_pages_change_by_themselves_and_the_planner_as_one_types(
     port: int, roots: Path, tmp_path: Path

@@ -257,6 +257,7 @@ print(default, faults())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="another C library, or one with a lower limit")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     output = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout

@@ -352,6 +352,7 @@ def test_lines_are_on_the_disk_before_the_checkpoint_that_needs_no_repeat(
     assert "events.jsonl" in synced[last:]  # the finish
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("older", [True, False])
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
 def test_lines_that_are_lost_while_a_run_trains_are_named(
@@ -544,6 +545,7 @@ def test_an_older_checkpoint_is_not_loaded_without_a_word(run: RunFolder) -> Non
     assert load_run(run.path, tokens_of(older)).skipped == {}  # this checkpoint was requested
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["{newest}.bak", "tokens-best", "tokens-zzz-1", "tokens-99999999999999999999"])
 def test_copies_of_checkpoints_are_ignored(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, name: str, expected: list[float]
@@ -806,6 +808,7 @@ def test_a_run_goes_on_if_a_folder_above_it_is_renamed(
     assert train(recipe, tokens, Path("run"), on_step=on_step).finished
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("harm", [moved, shutil.rmtree])
 def test_checkpoints_that_the_user_removes_do_not_stop_later_ones(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, harm: Callable[[Path], None]
@@ -999,6 +1002,7 @@ def test_a_lock_file_that_is_removed_is_made_again(recipe: Recipe, tokens: Token
     assert train(recipe.replace({"data.tokens": 2_048}), tokens, run.path, on_step=on_step).finished
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens_to", "lr"), [(8_192, 0.002), (9_216, 0.002), (9_216, 0.01)])
 def test_files_of_one_copy_beside_the_checkpoints_of_another_are_refused(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, tokens_to: int, lr: float
@@ -1109,6 +1113,7 @@ HARM: list[tuple[Change | None, str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("change", "why"), HARM)
 def test_metrics_that_were_changed_are_reported_once(
     run: RunFolder,
@@ -1256,6 +1261,7 @@ def replaced(folder: Path) -> None:
     (folder / ".lock").touch()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("harm", [moved, replaced])
 @pytest.mark.parametrize("at", [20, 40])
 def test_a_run_whose_folder_is_deleted_ends_and_writes_nothing(
@@ -1274,6 +1280,7 @@ def test_a_run_whose_folder_is_deleted_ends_and_writes_nothing(
     assert not any(path.is_file() and path.name != ".lock" for path in folder.rglob("*"))
 
 
+@pytest.mark.long
 def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe: Recipe, tmp_path: Path) -> None:
     def prepared() -> TokenSet:
         return prepare(recipe.data, recipe.model.vocab_size, tmp_path / "cache")
@@ -1450,6 +1457,7 @@ def seal(
 EMBEDDING = ("tensors", "model", "embedding.weight")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "value"),
     [

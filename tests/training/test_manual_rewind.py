@@ -47,6 +47,7 @@ def lines(run: RunFolder, key: str) -> list[float]:
     return [line[key] for line in run.metrics()]
 
 
+@pytest.mark.long
 def test_a_rewind_skips_data_and_changes_the_lr(run: RunFolder) -> None:
     before = RunFolder(run.path).metrics()
     rewind = ManualRewind(rewind_to=40 * STEP, skip_tokens=3 * STEP - 5)
@@ -115,6 +116,7 @@ def test_a_rewind_survives_a_kill_before_the_recipe_is_written(
     assert read_recipe(run.recipe_file).hyperparameters.lr == 0.002
 
 
+@pytest.mark.long
 def test_data_skipped_by_a_rollback_stay_skipped(tmp_path: Path) -> None:
     longer, garbage = recipe(data__tokens=90 * STEP, stability__keep_every_tokens=9 * STEP), text(74, 3)
     first = train(longer, garbage, tmp_path / "run")

@@ -36,6 +36,7 @@ def test_a_batch_is_cut_evenly_into_as_few_forwards_as_fit(sequences: int, micro
     assert forwards * size - sequences < forwards  # less than one sequence of padding a forward
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "batches"), [({}, [256] * 3), (RAMP, [96, 96, 96, 128, 160, 160, 192, 224])], ids=["static", "ramp"]
 )

@@ -234,6 +234,7 @@ def test_a_skipped_step_changes_nothing(muon: Recipe, tokens: TokenSet) -> None:
     assert not {name for kind, name in after if kind == "exp_avg"} & matrices
 
 
+@pytest.mark.long
 def test_a_rollback_and_a_rewind_restore_the_momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_order(monkeypatch)
     kept = {"data__tokens": 90 * STEP, "stability__keep_every_tokens": 9 * STEP}

@@ -85,6 +85,7 @@ def rollbacks(run: RunFolder) -> list[dict[str, Any]]:
     return [{key: value for key, value in event.items() if key != "time"} for event in events(run, "rollback")]
 
 
+@pytest.mark.long
 def test_a_rollback_skips_a_shard_of_garbage(calm: float, run_once: Callable[..., Result]) -> None:
     loss, run = run_once(SHARD)
     assert abs(loss - calm) < NOISE
@@ -105,6 +106,7 @@ def test_without_the_guard_garbage_costs_more_than_noise(tmp_path: Path, calm: f
     assert loss > calm + 3 * NOISE
 
 
+@pytest.mark.long
 def test_rollbacks_do_not_depend_on_stops_or_damaged_checkpoints(
     tmp_path: Path, run_once: Callable[..., Result]
 ) -> None:
@@ -119,6 +121,7 @@ def test_rollbacks_do_not_depend_on_stops_or_damaged_checkpoints(
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in whole.metrics()]
 
 
+@pytest.mark.long
 def test_a_stop_during_an_anomaly_does_not_change_the_rollback(tmp_path: Path) -> None:
     """A checkpoint is due every four steps, and one is kept. The checkpoint of the stop lies between the last one
     that was due and the start of the anomaly."""
@@ -204,6 +207,7 @@ def test_a_rollback_undoes_a_nan_weight(tmp_path: Path, calm: float, monkeypatch
     assert abs(loss - calm) < NOISE
 
 
+@pytest.mark.long
 def test_a_lower_lr_after_a_rollback_rises_back(tmp_path: Path, run_once: Callable[..., Result]) -> None:
     lower = recipe(stability__rollback_lr=0.25, stability__rollback_lr_tokens=10 * STEP)
     _, _, run = ended(lower, SCRAP, tmp_path / "run")
@@ -214,6 +218,7 @@ def test_a_lower_lr_after_a_rollback_rises_back(tmp_path: Path, run_once: Callab
     assert factors[140:] == [1.0] * 20
 
 
+@pytest.mark.long
 def test_skip_leaves_the_garbage_out_step_by_step(tmp_path: Path, calm: float) -> None:
     summary, loss, run = ended(recipe(stability__on_spike="skip"), SHARD, tmp_path / "run")
     assert summary.rollbacks == 0
@@ -248,6 +253,7 @@ def test_a_rollback_without_a_whole_checkpoint_changes_nothing(tmp_path: Path) -
     assert [tokens_of(path) for path in checkpoints(run.checkpoints)] == [112 * STEP, 128 * STEP]
 
 
+@pytest.mark.long
 def test_suspicious_checkpoints_do_not_displace_the_last_good_one(
     tmp_path: Path, run_once: Callable[..., Result]
 ) -> None:
@@ -285,6 +291,7 @@ def fill(ballast: Path) -> None:
             pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("until", "elsewhere"), [(120, False), pytest.param(None, False, marks=pytest.mark.slow), (None, True)]
 )

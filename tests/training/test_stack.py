@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_trials_of_a_stack_are_those_of_the_engine(short: Recipe, variant: str) -> None:
     start = short.replace({"data.tokens": 2_000, **VARIANTS[variant]})
@@ -149,6 +150,7 @@ def test_a_checkpoint_is_resumed_by_a_stack_of_its_size_only(
     alike(train_stack([short], 3, checkpoint=tmp_path)[0], train_trial(short, checkpoint=tmp_path))
 
 
+@pytest.mark.long
 def test_a_process_trains_stacks_that_differ_in_more_than_their_shape(short: Recipe, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("\n\n".join(f"line {i} of another text" for i in range(2_000)))
     names = (short.data.source, str(tmp_path / "other.txt"))
@@ -232,6 +234,7 @@ def of_stacks(recipe: Recipe, tokens: TokenSet, folder: Path, **more: Any) -> St
     return Study(folder, recipe, space(recipe, LR), "trust-region", tokens, stack=4, **more)
 
 
+@pytest.mark.long
 def test_a_study_trains_stacks(short: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int]) -> None:
     with of_stacks(short, tokens, tmp_path / "study") as opened:
         state = opened.run(15, 1, stop_at_noise=False)
@@ -315,6 +318,7 @@ def test_a_stack_that_does_not_fit_into_the_memory(
     assert "6 trials at once need more memory than is free; give a --stack below 6" in str(done.exception)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 def test_what_leaven_tune_says_of_stacks(
     tiny_file: Path, tmp_path: Path, stacks: list[int], monkeypatch: pytest.MonkeyPatch

@@ -169,6 +169,7 @@ def test_no_refusal_is_untested() -> None:
     assert set(SETTINGS) - {"start.folder"} <= set(REFUSED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", HONOURED)
 def test_a_stack_honours(short: Recipe, before: float, path: str) -> None:
     recipe = short.replace(HONOURED[path])

@@ -25,6 +25,7 @@ def lines(folder: Path) -> list[tuple[float, ...]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in RunFolder(folder).metrics()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["packed", "isolated"])
 def test_losses_are_those_of_the_same_tokens_from_text(tiny: Recipe, how: str, tmp_path: Path) -> None:
     """The files have the tokens of the text without end-of-text tokens, which leaven adds again."""

@@ -73,6 +73,7 @@ EXPERTS = {"model.experts": EXPERTS | {"shared": 1, "bias_step": 0.05}}
 
 
 # Experts are trained with AdamW, too.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [
@@ -105,6 +106,7 @@ def test_a_run_stopped_twice_has_the_same_bits(
     assert ramp == [192, 256]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.kills)])
 def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run")]
@@ -129,6 +131,7 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
     assert not damaged
 
 
+@pytest.mark.long
 def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +250,24 @@ def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         subprocess.run([*train, *sets], capture_output=True, text=True, check=True)
         assert len(losses(disk / "run")) == 40
+
+
+@pytest.mark.parametrize("setting", ["dtype", "autocast", "no_grad", "inference_mode"])
+def test_settings_of_torch_in_the_calling_program_change_nothing(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, setting: str
+) -> None:
+    short = tiny.replace({"data.tokens": 1_024, "schedule.warmup_tokens": 256})
+    expected = train(short, tokens, tmp_path / "plain").loss
+    torch.set_default_dtype(torch.bfloat16 if setting == "dtype" else torch.float32)
+    contexts = {"autocast": torch.autocast("cpu", torch.bfloat16), "no_grad": torch.no_grad()}
+    try:
+        with contexts.get(setting, torch.inference_mode(mode=setting == "inference_mode")):
+            assert train(short, tokens, tmp_path / "run").loss == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"), refused("torch's default device is meta; call"):
+        train(short, tokens, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_tokens_of_another_recipe_are_refused(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_a_trial_that_diverges_ends_there(tiny: Recipe) -> None:
     assert all(math.isfinite(loss) for _, loss in outcome.curve)
 
 
+@pytest.mark.long
 def test_a_trial_that_cannot_reach_the_baseline_is_pruned(tiny: Recipe) -> None:
     whole = train_trial(tiny)
     better = Baseline(tuple((tokens, loss - 2) for tokens, loss in whole.curve), whole.loss - 2, 0.01)
@@ -212,6 +213,7 @@ DURATIONS = (12 * STEP, 16 * STEP, 24 * STEP)
 WSD: dict[str, Any] = {"schedule.decay": "wsd", "schedule.min_lr_ratio": 0.03, "schedule.decay_ratio": 0.3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["by its losses", "at its end"])
 def test_a_branch_that_diverges_leaves_the_trunk_alone(
     tiny: Recipe, monkeypatch: pytest.MonkeyPatch, how: str
@@ -237,6 +239,7 @@ def test_a_branch_that_diverges_leaves_the_trunk_alone(
     assert (hurt.loss, hurt.curve) == (whole.loss, whole.curve)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes", [WSD | STATEFUL | {"batch.ramp": None}, WSD | {"schedule.decay_ratio": 1.0}], ids=["stateful", "all"]
 )

@@ -104,6 +104,7 @@ def trainer(file: Path, **more: object) -> Any:
     return made
 
 
+@pytest.mark.long
 def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Write) -> None:
     file = write(f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}")
     printed = tune(file, "--study", "study", "--trials", 16)
@@ -352,6 +353,7 @@ def test_losses_of_another_study_in_the_place_of_the_folder_are_not_used(write: 
         run(Proposal({"lr": 0.0}, 0))
 
 
+@pytest.mark.long
 def test_a_command_whose_results_folder_is_another_study_now_ends(write: Write) -> None:
     """Its own store is in a database, where its trial runs again later."""
     begin, store = (
@@ -437,6 +439,7 @@ def started(study: str, *words: object) -> "subprocess.Popen[str]":
 LAUNCHER = f"touch {{out}}/runs; setsid {SLEEP} & trap 'kill $!; exit 1' TERM; wait $!; sleep 60; : {{lr}} {{seed}}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left_and_the_study_resumes(write: Write, how: signal.Signals) -> None:
     write("test -e go || { " + LAUNCHER + "; }; echo iter 1: val loss {lr}", PATTERN, ONE)
@@ -467,6 +470,7 @@ echo iter 1: val loss {{lr}} >> {{out}}/log; : {{seed}}
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "resume"),
     [
@@ -570,6 +574,7 @@ def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> No
         assert not Path("queue/42").exists()
 
 
+@pytest.mark.long
 def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = Path(__file__).parents[2] / "examples"
     space = command_space(examples / "another_trainer" / "study.toml")
@@ -592,6 +597,7 @@ def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert started.stdout == "tune study.toml --study shared --trials 64 --workers auto\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "each", "alone"),
     [
@@ -1285,6 +1291,7 @@ def test_the_distance_of_a_whole_number_is_that_of_the_value_which_is_run(value:
 WHOLE = "[space]\nn = {start = 3, low = 1, high = 12}\nm = {start = 40, low = 5, high = 400}\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["trust-region", "random"])
 def test_a_search_over_whole_numbers_learns_from_what_was_run(write: Write, method: str) -> None:
     # A step function of what the search proposes.

@@ -219,6 +219,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [0.0, pytest.param(0.4, marks=pytest.mark.kills)])
 def test_commands_with_other_clocks_share_a_slow_store_and_one_is_killed(tmp_path: Path, slow: float) -> None:
     """Clocks differ by an hour each, calls of the store take up to more than a quarter of the lease."""

@@ -1,6 +1,7 @@
 """What a larger budget gains, and which two values matter, on landscapes with a known optimum."""
 
 import numpy as np
+import pytest
 from benchmarks._landscapes import Landscape, landscape
 
 from leaven.tuning import search
@@ -30,6 +31,7 @@ def after(found: SearchResult) -> tuple[Region, np.ndarray, np.ndarray, np.ndarr
     return region(AXES, points, losses, found.noise), points, losses, proposed, AXES.octaves(found.params)
 
 
+@pytest.mark.long
 def test_the_expected_gain_of_twice_the_trials_is_within_a_factor_of_three_on_average() -> None:
     trials, expected, gained = 24, [], []
     for seed in range(5):

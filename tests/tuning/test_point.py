@@ -71,6 +71,7 @@ def test_distance_0_is_exactly_the_recipe() -> None:
     assert other.replace({"data.seed": RECIPE.data.seed}) == RECIPE
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(POINTS)
 def test_a_point_in_the_space_is_a_valid_recipe_unless_the_decay_is_too_large(octaves: dict[str, Any]) -> None:

@@ -80,6 +80,7 @@ def server() -> Iterator[Server]:
         shutil.rmtree(folder)
 
 
+@pytest.mark.long
 def test_a_study_outlives_a_restart_of_its_database(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server stops during the fourth trial and comes back after three failed attempts."""
     monkeypatch.setattr(stores, "FIRST_PAUSE", 0.01)

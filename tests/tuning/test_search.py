@@ -204,6 +204,7 @@ DATABASE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("url", "change", "message"),
     [
@@ -283,6 +284,7 @@ def test_trials_that_go_while_a_command_runs_are_noticed(monkeypatch: pytest.Mon
         stored.read()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overwritten", [True, False])
 @pytest.mark.parametrize("replaced", ["when it runs", "when it has ended", "later", "at last"])
 def test_an_older_copy_that_replaces_the_database_of_a_command_is_noticed(

@@ -419,6 +419,7 @@ def test_study_json_has_no_infinities(study: Make, tmp_path: Path) -> None:
     assert best.interval == (-math.inf, math.inf)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Make, tmp_path: Path) -> None:
     screen = Screen()
@@ -711,6 +712,7 @@ def cut_settings(folder: Path) -> None:
     (folder / "study.json").write_text("[[[")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("lose", "said"),

@@ -114,6 +114,7 @@ def test_a_resumed_study_continues_as_if_not_interrupted(tmp_path: Path, kind: s
     assert params(stored) == params(study_of(bowl, 10))
 
 
+@pytest.mark.long
 def test_better_than_random_on_a_noisy_quadratic() -> None:
     def regret(sampler: optuna.samplers.BaseSampler, seed: int) -> float:
         rng = np.random.default_rng(seed)

@@ -73,6 +73,7 @@ def test_another_shape_fails_even_with_the_best_irreducible_loss() -> None:
     assert fault.fault == "normalised loss curve"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_band_covers_the_noise(seeds: int) -> None:
     """The true deviation of curves of one shape is 0 everywhere, so the band should contain 0 in 95% of cases."""

@@ -197,6 +197,7 @@ def test_blocks_share_labels_and_the_modules_of_a_block_do_not(here: Path) -> No
         assert sizes == {"0": (16, 1), "1.0": (32, 1), "1.1": (32, 1), "1.2": (16, 1)} | inside | {"3": (64, 1)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("check", "verdict"),
     [

@@ -862,6 +862,7 @@ BETWEEN_SIZES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("both", "larger", "named"), BETWEEN_SIZES)
 def test_sizes_of_different_recipes_are_not_compared(
     tmp_path: Path, both: dict[str, Any], larger: dict[str, Any], named: str | None

@@ -125,6 +125,7 @@ RIGHT_SLOW = {
 RIGHT_SLOW |= {"coordinates, shared experts", "coordinates, adamw_rms", "gradients, experts", "gradients, gpt-j"}
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("right rules")  # one worker, because the next test uses what it caches
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[SLOW] * (each in RIGHT_SLOW)) for each in RIGHT])
 def test_a_right_rule_passes(name: str) -> None:
@@ -217,6 +218,7 @@ FAULTS_SLOW = {"muon: lr of Adam's rule", "muon: lr scaled twice", "output norm:
 FAULTS_SLOW |= {"before output norm: init"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[SLOW] * (each in FAULTS_SLOW)) for each in FAULTS])
 def test_a_planted_fault_is_found(name: str) -> None:
     of, overrides, planted, sizes, found = FAULTS[name]
@@ -279,6 +281,7 @@ def test_only_the_gradient_check_sees_unscaled_weight_decay(
     assert overrides or coordinates(unscaled).passed
 
 
+@pytest.mark.long
 def test_the_standard_rule_fails() -> None:
     verdict = coordinates(depths=DEPTHS, rule="standard")
     assert {axis for _, axis in failed(verdict)} == {"width", "depth", "width at depth 8"}
@@ -296,6 +299,7 @@ def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool, mon
     assert failed(coordinates(grow_heads=True)).keys() == (set() if divided_by_d else {("attention.logits", "width")})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("planted", "module"),
     [

@@ -102,6 +102,7 @@ def charts(page: Path) -> dict[str, go.Figure]:
             for name, data in found["figures"].items()}  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_complete_and_self_contained(name, pages):
     page, (said, names) = pages[name], PAGES[name]
@@ -198,6 +199,7 @@ def browser(tmp_path_factory):
         yield opened
 
 
+@pytest.mark.long
 @needs_browser
 @pytest.mark.parametrize(
     "name",
@@ -224,6 +226,7 @@ def test_charts_draw_and_fit_a_narrow_window(browser: Browser, pages: dict[str, 
     assert browser.evaluate("window.owned") is None
 
 
+@pytest.mark.long
 @needs_browser
 def test_a_page_follows_window_theme_and_print_and_its_tables_sort(browser: Browser, pages: dict[str, Path]):
     browser.window(1280)
@@ -291,6 +294,7 @@ def hostile_sweep() -> CheckDocument:
     )
 
 
+@pytest.mark.long
 def test_no_text_becomes_a_link_in_a_chart(pages, tmp_path):
     made = {name: pages[name].read_text(encoding="utf-8") for name in ("check of slopes", "check of curves", "demo")}
     made |= {"study": folder_page(hostile_study(tmp_path / "study")), "sweep": check_page(hostile_sweep())}

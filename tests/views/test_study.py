@@ -130,6 +130,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     assert [parse_quantity(each) for each in options.get("--durations", "").split(",") if each] == [*durations]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("made", "said"),
     [

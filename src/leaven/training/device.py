@@ -10,8 +10,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -175,6 +175,27 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
         best = max(best, 2 * size**3 / seconds)
         size *= 2
     return best
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Use torch's own defaults, of which the calling program may have changed some: tensors in fp32, no autocast, and
+    gradients. Raise InputError if tensors are made on another device than the CPU by default."""
+    if (device := torch.get_default_device()).type != "cpu":
+        raise InputError(
+            f"torch's default device is {device}; train outside of it, or torch.set_default_device('cpu')"
+        )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+            torch.autocast(default_device().type, enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def time_fixed_work(device: torch.device) -> float:

@@ -74,6 +74,7 @@ from leaven.training.device import (
     device_peak,
     held_memory,
     mfu_convention,
+    plain_torch,
     reset_peak_memory,
 )
 from leaven.training.engine import StopRequested, Training
@@ -161,7 +162,7 @@ def train(
     _require_tokens_of(recipe, tokens)
     log_to = writers(log_to)
     on_event = on_event or _warnings_of_faults(folder, tokens, sys._getframe(1), group)
-    with _stopped_by_ctrl_c(stop) as asked:
+    with _stopped_by_ctrl_c(stop) as asked, plain_torch():
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
             saved = "saved" if summary.unsaved is None else f"not saved ({summary.unsaved})"

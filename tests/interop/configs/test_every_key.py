@@ -53,6 +53,7 @@ def test_the_keys_are_those_of_a_recipe() -> None:
     assert keys == CHANGES.keys() - {"precision.compute"} | GENERAL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_changed_key_changes_the_export_or_what_it_says(tiny: Recipe, name: str) -> None:
     if name == "megatron-module":  # refuses ZeRO 2 and 3, and otherwise writes Megatron's arguments

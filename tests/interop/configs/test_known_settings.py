@@ -116,6 +116,7 @@ AGREEING = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", [RUN, *INCOMPLETE])
 def test_each_flag_of_megatron_is_either_used_or_listed(start: str) -> None:
     table = {

@@ -236,6 +236,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("kind", [*SHAPES, "transferred"])
 def test_every_parameter_has_the_values_of_the_table(

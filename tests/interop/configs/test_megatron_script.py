@@ -154,6 +154,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lr", ["$LR", "${LR}", '"$LR"', "${LR[@]}"])
 @pytest.mark.parametrize("script", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_other_values_are_unknown(script: str, lr: str) -> None:
@@ -427,6 +428,7 @@ UNITS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_script_is_read_in_linear_time(unit: str) -> None:
     start = time.process_time()
