@@ -64,6 +64,13 @@ def test_runs_on_other_accelerators_or_dtypes_do_not_count() -> None:
     assert (found.time, found.runs, found.memory) == (pytest.approx(1.25), 1, None)
 
 
+def test_a_run_that_was_resumed_counts_once() -> None:
+    """With the record of its last start."""
+    starts = [took(time, run="abc") for time in (2, 3, 4)]
+    found = factors([*starts, took(2, run="def"), took(1)])
+    assert (found.runs, found.low, found.high) == (3, pytest.approx(1), pytest.approx(4))
+
+
 def test_the_text_has_the_numbers_of_threads() -> None:
     """A plan does not know how many threads its run will have, so the reader has to compare them."""
     runs = [record(accelerator="cpu", device=processor(), threads=threads) for threads in (1, 4, 1)]

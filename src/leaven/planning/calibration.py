@@ -66,6 +66,7 @@ class CalibrationRecord(BaseModel):
     torch: str  # version of torch
     leaven: str  # version of leaven
     seconds: float  # time of writing, in seconds since 1970
+    run: str = ""  # identifier of the run, each start of which writes a record
 
     @property
     def arrangement(self) -> Arrangement:
@@ -155,7 +156,8 @@ def calibration(
     the result.
     """
     found, device = [], processor() if accelerator == "cpu" else None
-    for record in records:
+    # The last record of each run counts.
+    for record in {record.run or str(number): record for number, record in enumerate(records)}.values():
         ratio = max(record.model.params, params) / min(record.model.params, params)
         alike = record.accelerator == accelerator and device in {None, record.device} and record.compute == compute
         if alike and record.measured is not None and ratio <= FAR:

@@ -112,7 +112,8 @@ class RunProfile(Callback):
         """
         for record in self.write():
             add = self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH
-            if add and (why := remember(record)) is not None:
+            named = record.model_copy(update={"run": self._run.identity})
+            if add and (why := remember(named)) is not None:
                 self._on_event("history_lost", {"tokens": self._training.tokens, "why": why})
 
     def _record(self, batch_tokens: int) -> CalibrationRecord:
