@@ -22,7 +22,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import profiling
 from leaven.training.engine import Training
 from leaven.training.profiling import TIMED_STEPS, UNTIMED_STEPS, WARM_UP, RunProfile, measure
-from leaven.training.run_folder import RunFolder
+from leaven.training.run_folder import IDENTITY, RunFolder
 from leaven.training.trainer import train
 from leaven.views.terminal.training import TrainScreen
 
@@ -65,7 +65,8 @@ def test_a_run_records_prediction_and_measurement(
     held = row["measured"]["memory_gib"]  # None if this process had used as much memory before
     assert ratio["memory_gib"] == (held and pytest.approx(held / row["predicted"]["memory_gib"]))
     (remembered,) = history()
-    assert remembered == CalibrationRecord.model_validate_json(json.dumps(row))
+    identity = json.loads((tmp_path / "run" / "plan.json").read_text())[IDENTITY]
+    assert remembered == CalibrationRecord.model_validate_json(json.dumps(row | {"run": identity}))
 
 
 def test_the_start_with_more_steps_is_kept(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
