@@ -183,7 +183,8 @@ def plain_torch() -> Iterator[None]:
     gradients. Raise InputError if tensors are made on another device than the CPU by default."""
     if (device := torch.get_default_device()).type != "cpu":
         raise InputError(
-            f"torch's default device is {device}; call torch.set_default_device('cpu') before; leaven chooses the device itself"
+            f"torch's default device is {device}; call torch.set_default_device('cpu') first, because leaven chooses "
+            "the device of a run itself"
         )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
