@@ -146,7 +146,8 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
         for group, entries in groups.items():
-            assert entries.pop("source", ""), f"{path}: [{name}] {group} has no source"
+            source = entries.pop("source", "")
+            assert source, f"{path}: [{name}] {group} has no source"
             if group in {"moved", "saved"}:  # factors by width
                 values[name][group] = tuple((dict(values[name].get(group, ())) | entries).items())
             else:
