@@ -2,6 +2,8 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 from benchmarks.planner.stacks import Unused, stack_of
@@ -142,7 +144,40 @@ EXPERTS = {
         n_dense_layers=0, n_experts=n, experts_per_token=2, n_shared_experts=0, d_expert=7168,
         source="KempnerInstitute/KempnerForge: benchmarks/moe_packed, config/model.py", confidence="file",
     ) for n in (8, 16)},
+    **{f"gpt-oss-{size}": PublishedArchitecture(  # without the biases of experts and the sinks of attention: 0.03%
+        n_layers=layers, d_model=2880, n_heads=64, n_kv_heads=8, d_head=64, vocab_size=201_088, activation="swiglu",
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=True,
+        n_dense_layers=0, n_experts=experts, experts_per_token=4, n_shared_experts=0, d_expert=2880,
+        source="huggingface/transformers: models/gpt_oss/configuration_gpt_oss.py; openai/gpt-oss: torch/model.py",
+        confidence="file",
+    ) for size, layers, experts in (("20b", 24, 32), ("120b", 36, 128))},
+    "internal-352b": PublishedArchitecture(
+        n_layers=60, d_model=4096, n_heads=32, n_kv_heads=8, vocab_size=65_536, activation="swiglu", gated=True,
+        norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, n_dense_layers=0,
+        n_experts=32, experts_per_token=3, n_shared_experts=0, d_expert=14_336,
+        source="MegaScale-MoE, arXiv 2505.11432, table 2", confidence="file",
+    ),
+    "grug-250b-4of128": PublishedArchitecture(
+        n_layers=48, d_model=5120, n_heads=40, n_kv_heads=10, d_head=128, vocab_size=128_256, activation="swiglu",
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False,
+        n_dense_layers=0, n_experts=128, experts_per_token=4, n_shared_experts=2, d_expert=2560,
+        source="marin-community/marin, issue 7201, with Llama 3's vocabulary", confidence="paper-memory",
+    ),
+    "apertus-350m-32e-tk3-sh1": PublishedArchitecture(
+        n_layers=24, d_model=1024, n_heads=16, n_kv_heads=4, vocab_size=131_072, activation="xielu", gated=False,
+        norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=True, bias=False, n_dense_layers=0,
+        n_experts=32, experts_per_token=3, n_shared_experts=1, d_expert=640,
+        source="the run's script, with Apertus' activation and vocabulary from memory", confidence="paper-memory",
+    ),
+    "fairseq-moe-4b": PublishedArchitecture(
+        n_layers=24, d_model=2048, n_heads=32, n_kv_heads=32, d_ff=8192, vocab_size=50_000, activation="gelu",
+        gated=False, norm="layernorm", positional="learned", tied_embeddings=True, qk_norm=False, bias=True,
+        n_dense_layers=12, n_experts=8, experts_per_token=2, n_shared_experts=0, d_expert=8192,
+        source="facebookresearch/fairseq, branch moe: examples/moe_lm/README.md", confidence="file",
+    ),
 }  # fmt: skip
+# Keys that a query attends to in the blocks of a model, in turn from the first block; None: all.
+_WINDOWS: dict[str, tuple[int | None, ...]] = {"gpt-oss-20b": (128, None), "gpt-oss-120b": (128, None)}
 
 
 def with_experts(row: PublishedRow) -> Model | None:
@@ -160,7 +195,10 @@ def with_experts(row: PublishedRow) -> Model | None:
         "vocab_size": row.whole("vocab"),
     }
     arch = arch.model_copy(update={key: value for key, value in given.items() if value is not None})
-    return published_blueprint(arch, row.whole("seq_len") or 0)
+    model, windows = published_blueprint(arch, row.whole("seq_len") or 0), cycle(_WINDOWS.get(name, (None,)))
+    cores = (replace(block.core, window=window) for block, window in zip(model.blocks, windows, strict=False))
+    blocks = tuple(replace(block, core=core) for block, core in zip(model.blocks, cores, strict=True))
+    return replace(model, blocks=blocks)
 
 
 def named(row: PublishedRow) -> dict[str, Any]:

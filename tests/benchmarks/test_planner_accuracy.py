@@ -258,7 +258,8 @@ def test_a_row_can_name_its_training_code_and_what_differs_from_it(tmp_path: Pat
 
 
 # Parameters in 1e9, all of them, as their authors state them: Mistral AI (46.7B, 141B), arXiv 2504.14960 (57B; G8T8
-# has those of 8x22B and a larger router), llama.cpp's count of the published weights (30.53B), Primus (16B).
+# has those of 8x22B and a larger router), llama.cpp's count of the published weights (30.53B), Primus (16B),
+# OpenAI's model card (20.9B, 116.8B), Ai2 (6.92B).
 @pytest.mark.parametrize(
     ("model", "billions"),
     [
@@ -271,6 +272,9 @@ def test_a_row_can_name_its_training_code_and_what_differs_from_it(tmp_path: Pat
         ("Qwen1.5-MoE-A2.7B", 14.3),
         ("llama-4-maverick", 401),  # published as 400B
         ("minimax-m2.5", 229),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
+        ("olmoe-1b-7b", 6.92),
         ("Grok-1", 316),  # published as 314B: 314.9 in blocks; its benchmark does not tie the embeddings
     ],
 )
@@ -295,6 +299,7 @@ def test_no_two_tables_have_one_name() -> None:
         ("blind-experts-3.yaml", 45),
         ("blind-experts-4.yaml", 87),
         ("blind-experts-5.yaml", 45),
+        ("blind-experts-6.yaml", 118),
     ],
 )
 def test_every_row_of_a_blind_test_is_read_with_its_code_and_layout(name: str, number: int) -> None:
