@@ -47,7 +47,13 @@ STOPPING = "stopping at the next safe point; press Ctrl-C again to stop at once"
 
 
 class InputError(ValueError):
-    """An error in the user's input. The message is one line: what is wrong and what to type. The exit code is 2."""
+    """An error in the user's input. The message is one line: what is wrong and what to type. The exit code is 2.
+
+    The message is safe to print (:func:`shown`), because Python prints it, too.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message))
 
 
 class Settled(InputError):

@@ -8,11 +8,15 @@ from tests.verification.families import known_losses
 from tests.verification.test_sweeps import losses
 
 from leaven.documents.checks import VerdictRow
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.tested_ranges import warnings
 from leaven.scaling.transfer import transfer as transferred
+from leaven.verification import recipe_family
+from leaven.verification import sweep as sweeps
 from leaven.verification.coordinates import CoordinateCheck
+from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.verdict import verdict
 
 
@@ -137,3 +141,12 @@ def test_logged_curves_give_a_verdict_and_a_page(tmp_path: Path, leaven: Verb) -
     code, out, err = leaven("check", "collapse", tmp_path / "all")
     assert code == 1, err
     assert "20m -> 100m most" in out
+
+
+def test_start_weights_are_named_as_unused(tiny_file: Path, monkeypatch: pytest.MonkeyPatch, leaven: Verb) -> None:
+    monkeypatch.setattr(recipe_family, "recipe_models", lambda recipe, prepare: RecipeFamily(recipe))
+    monkeypatch.setattr(sweeps, "sweep", lambda *given, **more: (_ for _ in ()).throw(InputError("trained")))
+    code, _, err = leaven(
+        "check", "decay", tiny_file, "--run", "run", "--durations", "1,2", "--set", "start.weights=wheat"
+    )
+    assert (code, "the runs of this check train from scratch" in " ".join(err.split())) == (2, True), err

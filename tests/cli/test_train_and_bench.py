@@ -184,7 +184,7 @@ def test_a_ramp_is_proposed_from_the_noise_scale_of_a_run(leaven: Verb, tiny_fil
     assert (code, err) == (0, "")
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('": 11.', '": 12.', 1))
     code, _, err = leaven("bench", tiny_file, "--noise-from", run)
-    assert (code, "metrics.jsonl is not as it was when the run finished" in " ".join(err.split())) == (2, True), err
+    assert (code, "metrics.jsonl is not as the run wrote it" in " ".join(err.split())) == (2, True), err
 
 
 @pytest.mark.long

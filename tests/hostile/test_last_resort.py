@@ -14,7 +14,7 @@ from rich.text import Text
 from tests.cli.conftest import Verb
 
 from leaven.cli import BUG, DEBUG, error_message
-from leaven.errors import shown
+from leaven.errors import InputError, shown
 from leaven.storage import write_page, write_text
 from leaven.views.terminal.console import SafeConsole, errors
 
@@ -57,6 +57,7 @@ PLAIN += ["me@host:5432", "a passwordless login = me", "lines\nand\ttabs, ä 漢
 def test_a_password_is_never_shown(url: str) -> None:
     assert PASSWORD not in shown(f"error: cannot open '{url}': no such host")
     assert "***" in shown(url)
+    assert PASSWORD not in str(InputError(f"{url}: no such host"))  # as Python prints it
 
 
 @pytest.mark.parametrize(

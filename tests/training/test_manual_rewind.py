@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,12 @@ def test_a_rewind_without_a_checkpoint_is_refused(finished: Path) -> None:
     there = [tokens_of(path) for path in checkpoints(finished / "checkpoints")]
     with pytest.raises(InputError, match=r"no undamaged checkpoint at or before this count; there are checkpoints"):
         check(RUN, finished, ManualRewind(min(there) - 1))
+
+
+@pytest.mark.parametrize("wrong", [(8192.5, 0), (8192, -128), ("8k", 0), (True, 0)])
+def test_a_rewind_is_in_whole_tokens(wrong: Any) -> None:
+    with pytest.raises(InputError, match="give whole numbers of tokens, not below 0"):
+        ManualRewind(*wrong)
 
 
 @pytest.mark.parametrize("harm", ["damaged", "gone"])

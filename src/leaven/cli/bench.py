@@ -68,9 +68,8 @@ def bench(
         lines = read.documents
         if not lines:
             raise InputError(f"--noise-from {noise_from}: no steps in its metrics.jsonl; give the folder of a run")
-        finish = finish_of(run.read_events())
-        if finish is not None and (why := changed_since(run, finish).get(run.metrics_file.name)) is not None:
-            raise InputError(f"{run.metrics_file} is not as it was when the run finished: {why}; restore it")
+        if (why := changed_since(run, finish_of(run.read_events())).get(run.metrics_file.name)) is not None:
+            raise InputError(f"{run.metrics_file} is not as the run wrote it: {why}; restore it")
         if skipped := read.skipped(run.metrics_file):
             warn([f"{skipped}; if there is a whole copy of the file, bring it back"])
         fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])

@@ -31,6 +31,7 @@ from leaven.planning.this_machine import cores
 from leaven.recipe.recipe import Recipe
 from leaven.storage import require_page, write_page
 from leaven.views.terminal.checks import check_screen
+from leaven.views.terminal.console import warn
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
@@ -200,6 +201,8 @@ class RecipeRunOptions(CheckOptions):
         recipe = self.read()
         if isinstance(recipe, str):
             raise InputError(f"this check does not support module:factory ({recipe}); give a recipe file instead")
+        if recipe.start.weights:
+            warn(["the runs of this check train from scratch, because [start] weights have a fixed shape"])
         return recipe_models(recipe, prepare_text), scale or RunScale(recipe.model.d_model, recipe.model.n_layers)
 
     def sweep(

@@ -17,9 +17,6 @@ from leaven.planning.training_codes import TrainingCode
 
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
 STREAMED = 0.85
-# The same on average for the kernels between products of a block that runs eagerly: fitted on eleven rows of
-# torchtitan and prime-rl on H100, H200, B200 and MI355X. leaven's own eager steps on an H200 agree within 5%.
-EAGER = 0.38
 # Speed of flash attention / sustained matmul rate for accelerators without measured rates (``sustained``). All scores
 # are counted: a causal kernel skips half of them, and is about half as efficient on the rest.
 FLASH = 0.85
@@ -123,7 +120,7 @@ def block_operators(
     eager = _eager(block, work, code) if accelerator.name != "cpu" else ()
     if eager:
         both = traced(block, work.width, eager, tp=work.tp, ep=work.ep, split_sequence=code.sequence_parallel)
-        forward, backward = (work.tokens * each / (accelerator.memory_tb_s * 1e12 * EAGER) for each in both)
+        forward, backward = (work.tokens * each / (accelerator.memory_tb_s * 1e12 * code.eager) for each in both)
         found.append(Operator("between products", forward, backward))
         return tuple(operator.times(code.slower) for operator in found)
     found += [_norms(block, work, accelerator, code), _activation(block, work, accelerator, code)]

@@ -10,7 +10,9 @@ Ranks exchange gradients and weights as follows:
 
 The host issues the kernels of a step one after the other, and a GPU runs them meanwhile. So a step takes at least as
 long as the host needs to issue all kernels. This time depends on the number of blocks and micro-batches, not on their
-size. It was measured for leaven's own trainer only. Stragglers and congestion are not modelled.
+size. It was measured for leaven's own trainer only. In torchtitan and similar codes, a block with experts takes longer
+than planned by a time that depends neither on its size nor on the device (``host_wait``). Stragglers and congestion are
+not modelled.
 """
 
 from collections.abc import Callable
@@ -249,7 +251,8 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     # assumed to take a host as long as the passes of a block; this was not measured.
     filled, sent = m + (p - 1) / layout.stages_per_rank, layout.stages_per_rank if p > 1 else 0
     issuing = (most + sent) * filled * passes * code.host_pass + most * code.host_step
-    return replace(time, host=max(0.0, issuing - time.step))
+    waiting = most * filled * passes * code.host_wait
+    return replace(time, host=max(0.0, issuing - time.step) + waiting)
 
 
 @cache

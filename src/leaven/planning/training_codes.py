@@ -93,6 +93,7 @@ class TrainingCode:
     # Host: seconds in which it issues the kernels of a block, of whatever size. 0: not measured.
     host_pass: float = 0.0  # for a forward and a backward pass of one micro-batch
     host_step: float = 0.0  # for clipping, optimizer and metrics, once per step
+    host_wait: float = 0.0  # like host_pass, but the GPU waits for all of it, however long it computes
     # Experts.
     whole_experts: bool = False  # ep x tp ranks have whole experts; otherwise each expert is split over tp ranks
     # A token is sent to each of its experts (expert), or once to each node and each rank with any of them (node).
@@ -108,6 +109,7 @@ class TrainingCode:
     # Kernels between products, in blocks that run eagerly (traced.py). Empty: as operators.py and memory.py count.
     moved: Factors = ()  # by width: bytes that they read and write per token and element, forward and backward
     saved: Factors = ()  # by width: bytes saved for the backward pass, and the peak of temporary bytes beside them
+    eager: float = 0.38  # share of the memory bandwidth that they reach on average
     breaks_graphs: bool = False  # in a block with experts, torch.compile fuses none of them
 
     def __hash__(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from leaven import storage
 from leaven.data.tokenizer import Encoder
 from leaven.documents.runs import SampleRow
-from leaven.errors import InputError
+from leaven.errors import InputError, shown
 from leaven.interop.architectures import Architecture, holding
 from leaven.interop.weights import model_card, write_huggingface
 from leaven.model.experts import MixtureOfExperts
@@ -94,9 +94,10 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
-        warnings.warn(f"checkpoint {name} of {run} is {why}; the checkpoint before it is used", stacklevel=2)
+        message = f"checkpoint {name} of {run} is {why}; the checkpoint before it is used"
+        warnings.warn(shown(message), stacklevel=2)
     if loaded.changed is not None:
-        warnings.warn(loaded.changed, stacklevel=2)
+        warnings.warn(shown(loaded.changed), stacklevel=2)
     return loaded.model, loaded.tokenizer
 
 

@@ -158,6 +158,10 @@ class ManualRewind:
     rewind_to: int  # trained tokens: use the newest undamaged checkpoint at or before this count
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
+    def __post_init__(self) -> None:
+        if any(type(count) is not int or count < 0 for count in (self.rewind_to, self.skip_tokens)):
+            raise InputError(f"{self}: give whole numbers of tokens, not below 0")
+
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
         """Return whether this rewind equals the run's last manual rewind, and so has already been done.
 

@@ -56,7 +56,7 @@ from leaven import __version__, storage
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
-from leaven.errors import AGAIN_AFTER, STOPPING, InputError, Settled, TextUnreadable, out_of_memory
+from leaven.errors import AGAIN_AFTER, STOPPING, InputError, Settled, TextUnreadable, out_of_memory, shown
 from leaven.interop.weights import tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
@@ -167,7 +167,7 @@ def train(
         if asked() and not summary.finished and not stop():
             saved = "saved" if summary.unsaved is None else f"not saved ({summary.unsaved})"
             message = f"{folder}: stopped at {summary.tokens:,} tokens, {saved}; the same call resumes the run"
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(shown(message), stacklevel=2)
     return summary
 
 
@@ -201,11 +201,11 @@ def _warnings_of_faults(
     The callback's warnings are ``folder`` followed by a message of :func:`faults_in`. Only rank 0 warns. A warning
     points to the line that ``caller`` was executing when this function was called. Equal warnings are shown once.
     """
-    where, shown = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
+    where, registry = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
 
     def warn(message: str) -> None:
         if group.is_first:
-            warnings.warn_explicit(message, UserWarning, *where, registry=shown)
+            warnings.warn_explicit(shown(message), UserWarning, *where, registry=registry)
 
     def on_event(event: str, values: Mapping[str, Any]) -> None:
         for fault in faults_in(event, values):
@@ -623,7 +623,10 @@ def check(
 
 def _report_changed_files(run: RunFolder, tokens: int, on_event: Callable[[str, dict[str, Any]], None]) -> None:
     """Pass an event to ``on_event`` for each file of a finished run that is not as the run wrote it."""
-    for file, why in changed_since(run, run.finish()).items():
+    changed = changed_since(run, run.finish())
+    if not checkpoints(run.checkpoints):
+        changed[run.checkpoints.name] = "no checkpoint is there"
+    for file, why in changed.items():
         on_event("finished_file_changed", {"file": file, "tokens": tokens, "why": why})
 
 

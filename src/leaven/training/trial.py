@@ -24,7 +24,7 @@ import torch
 from leaven import storage
 from leaven.data.pool import exit_with_parent, new_processes, signals_blocked
 from leaven.data.tokens import TokenSet, prepare
-from leaven.errors import InputError
+from leaven.errors import InputError, shown
 from leaven.interop.weights import tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import flops_per_token
 from leaven.planning.this_machine import VISIBLE
@@ -248,7 +248,7 @@ class TrialCheckpoint(Callback):
             ignored[self._folder / checkpoint_name(found.progress.tokens)] = "it belongs to another trial"
             found = None
         for path, why in ignored.items():
-            warnings.warn(f"checkpoint {path} is ignored: {why}", stacklevel=2)
+            warnings.warn(shown(f"checkpoint {path} is ignored: {why}"), stacklevel=2)
         if found is None:
             return
         try:
