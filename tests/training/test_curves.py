@@ -26,7 +26,9 @@ def _say(*call):
 def init(**known):
     print("* project initialized")
     _say("init", known)
-def log(values, step):
+def define_metric(name, step_metric): _say("define", name, step_metric)
+def log(values, step=None):
+    step = values["step"] if step is None else step
     {log}
     _say("log", step, values)
 def finish(): _say("finish")

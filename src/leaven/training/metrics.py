@@ -341,20 +341,29 @@ class TensorBoard:
 
 
 class Tracker:
-    """Writes scalars to W&B or trackio, which have the same interface. A resumed run continues its curves."""
+    """Writes scalars to W&B or trackio, which have the same interface. A resumed run continues its curves.
+
+    W&B ignores what is logged at an earlier step than the last one. So its x axis is the number of tokens, and steps
+    that are trained again after a rewind are further points. trackio also keeps both points of such a step.
+    """
 
     def __init__(self, module: Any, run: "RunFolder", recipe: Recipe) -> None:
-        self._module = module
+        self._module, self._of_wandb = module, module.__name__ == "wandb"
         name = run.path.resolve().name
         known: dict[str, Any] = {"project": recipe.name, "name": name, "config": recipe.model_dump(mode="json")}
-        if module.__name__ == "wandb":
+        if self._of_wandb:
             known |= {"id": f"{recipe.name}-{name}-{run.identity}", "dir": str(run.path)}
         else:  # trackio continues the run of this name
             known["name"] = f"{name}-{run.identity[:8]}"
         module.init(resume="allow", **known)
+        if self._of_wandb:
+            module.define_metric("*", step_metric="tokens")
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
-        self._module.log({"tokens": tokens, **values}, step=step)
+        if self._of_wandb:
+            self._module.log({"tokens": tokens, "step": step, **values})
+        else:
+            self._module.log({"tokens": tokens, **values}, step=step)
 
     def close(self) -> None:
         self._module.finish()
