@@ -39,6 +39,8 @@ OTHER_CODES = (
     "prime_rl",
     "trl",
     "pith",
+    "olmoe_h100",
+    "halo",
 )  # others are Megatron-LM on NVIDIA's devices
 SEARCHED = ("simumax_b200_deepseek_v2", "simumax_b200_llama3_70b")
 EXPERTS = ("simumax_b200_deepseek_v2", "simumax_b200_deepseek_v3", "megatron_experts_h100", "megatron_bridge_experts")
