@@ -21,7 +21,7 @@ from leaven.planning.accelerators import Accelerator
 from leaven.planning.blueprint import BlockTable, blueprint
 from leaven.planning.hardware import find_accelerator
 from leaven.planning.memory import block_kept
-from leaven.planning.operators import EAGER, Operator, Work, block_operators
+from leaven.planning.operators import Operator, Work, block_operators
 from leaven.planning.published import published_blueprint
 from leaven.planning.timing import _recomputed
 from leaven.planning.traced import _widths, traced
@@ -42,7 +42,6 @@ CODES = [code for code in TRAINING_CODES.values() if code.moved]
 QWEN3 = published_blueprint(EXPERTS["qwen3-235b-a22b"], 4096).blocks[-1]
 DEEPSEEK = published_blueprint(find_run("deepseek-v3").arch, 4096).blocks[-1]
 TITAN, B200, WORK = TRAINING_CODES["torchtitan-experts"], find_accelerator("B200"), Work(8192, 4096, 4096)
-TRACED = {code.name for code in CODES if code.breaks_graphs}
 ONE: dict[str, Any] = {"tp": 1, "ep": 1, "split_sequence": True}
 
 
@@ -105,13 +104,15 @@ def test_which_kernels_run_one_by_one() -> None:
         for work in (WORK, compiled)
     ]
     attention = 16 * 64 * 128 + 6 * 4 * 2 * 128 + 20 * 68 * 128
-    assert operators[0] - operators[1] == pytest.approx(8192 * attention / (8e12 * EAGER))
+    assert operators[0] - operators[1] == pytest.approx(8192 * attention / (8e12 * LEAVEN_BF16.eager))
     assert operators[2] == operators[3]
 
 
 def test_the_kernels_between_products_take_the_time_of_their_bytes() -> None:
     operators = {each.name: each for each in block_operators(QWEN3, WORK, B200, TITAN)}
-    assert operators["between products"].forward == 8192 * traced(QWEN3, 4096, TITAN.moved, **ONE)[0] / (8e12 * EAGER)
+    assert operators["between products"].forward == 8192 * traced(QWEN3, 4096, TITAN.moved, **ONE)[0] / (
+        8e12 * TITAN.eager
+    )
     assert not operators.keys() & {"norms and residuals", "activation", "sorting", "positions"}
 
 
@@ -161,32 +162,34 @@ def test_the_tracer_counts_bytes_of_a_module() -> None:
     assert found["saved"] == 3 * each  # the input, after silu, and after the matrix product
 
 
-FITTED = ("torchtitan_deepep_b200", "titan_671b_h100", "titan_16b_h100", "primus_titan_mi355x", "prime_rl_h200")
-FIFTH = ("titan_16b_cp_h100", "titan_16b_pp_h100", "prime_rl_sft_b200", "prime_rl_loss", "trl_h100")
-UNCOUNTED = (
-    "titan_b200_near", "titan_b200_unsure", "titan_16b_natural", "titan_16b_flex_natural", "titan_h200_natural",
-    "titan_numerics_natural", "prime_rl_near", "trl_near", "torchtitan_fsdp_unsure", "llama4_natural", "trl_unsure",
-)  # fmt: skip
+UNCOUNTED = ("_unsure", "_near", "_natural", "_fp8")
+TRACED_ROWS = [  # rows of blind tests: which, how many, mean error with eager = 0.38 and no host_wait, and today
+    ("fitted", 37, 0.156, 0.104),
+    ("trl", 9, 0.565, 0.520),
+    ("uncounted", 56, 0.368, 0.3065),
+]
+
+
+def kind(table: str) -> str:
+    if table.endswith(UNCOUNTED):
+        return "uncounted"
+    return "trl" if "trl" in table else "fitted"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("names", "rows", "without", "with_it"),
-    [(FITTED, 11, 0.38, 0.05), (FIFTH, 10, 0.44, 0.22), (UNCOUNTED, 25, 0.48, 0.28)],
-    ids=["fitted", "fifth", "uncounted"],
-)
+@pytest.mark.parametrize(("which", "rows", "before", "today"), TRACED_ROWS)
 def test_the_errors_that_the_accuracy_page_states(
-    names: tuple[str, ...], rows: int, without: float, with_it: float, monkeypatch: pytest.MonkeyPatch
+    which: str, rows: int, before: float, today: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = [table for file in LATER_TABLES for table in read(file) if table.id in names]
+    waiting = {name for name, code in TRAINING_CODES.items() if code.host_wait}
+    tables = [table for file in LATER_TABLES for table in read(file) if kind(table.id) == which]
 
     def errors() -> list[float]:
         points = [point for table in tables for point in judge(table).points if point.kind == "time" and point.case]
-        return [abs(each.error) for each in points if each.case and each.case.stack.code.name in TRACED]
+        return [abs(each.error) for each in points if each.case and each.case.stack.code.name in waiting]
 
-    assert len(tables) == len(names)
     assert len(errors()) == rows
-    assert mean(errors()) == pytest.approx(with_it, abs=0.005)
-    untraced = {code.name: replace(code, moved=(), torch_grouped=False) for code in CODES}
-    monkeypatch.setattr(stacks, "TRAINING_CODES", {**TRAINING_CODES, **untraced})
-    assert mean(errors()) == pytest.approx(without, abs=0.005)
+    assert mean(errors()) == pytest.approx(today, abs=0.0005)
+    older = {name: replace(TRAINING_CODES[name], host_wait=0.0, eager=0.38) for name in waiting}
+    monkeypatch.setattr(stacks, "TRAINING_CODES", {**TRAINING_CODES, **older})
+    assert mean(errors()) == pytest.approx(before, abs=0.0005)
