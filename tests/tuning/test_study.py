@@ -587,7 +587,7 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
     [
         (["--hours", "0"], "hours = 0.0: give a finite number above 0"),
         (["--out", "results"], "--out is only for a --study that is a URL; leave --out out"),
-        (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
+        (["--study", ""], "nothing stands after --study; is a variable of the shell empty?"),
         (["--flops", "1e3"], r"--flops 1000 is too small, because one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials decides how fine the grid is"),
         (["--method", "grid", "--space", "global", "--trials", "60"], "9 hyperparameters has at least 2\\^9"),

@@ -3,6 +3,7 @@
 import errno
 import os
 import platform
+import re
 import shlex
 import signal
 import sys
@@ -47,6 +48,10 @@ class Verbs(TyperGroup):
     """The ``leaven`` command, which imports the file of a verb only when the verb is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        empty = next((at for at, text in enumerate(args) if not text or re.fullmatch("--[a-z-]+=", text)), None)
+        if empty is not None:
+            after = args[empty] or (args[empty - 1] if empty else "leaven")
+            raise InputError(f"nothing stands after {after}; is a variable of the shell empty?")
         name, _, rest = super().resolve_command(ctx, args)
         return name, command_of(str(name)), rest
 

@@ -213,10 +213,8 @@ def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
     """Return (database URL or None, folder of the results) of a study.
 
     ``study`` is a folder, or the URL of a database. With a URL, the results are in ``out``, by default in
-    studies/``name``. Raise InputError if ``study`` is empty, or if ``out`` is given without a URL.
+    studies/``name``. Raise InputError if ``out`` is given without a URL.
     """
-    if not study:
-        raise InputError("--study is empty; give a folder, or the URL of a database")
     if "://" in study:
         return study, out or Path("studies", name)
     if out is not None:

@@ -533,6 +533,12 @@ def test_a_warmup_that_is_a_share_of_epochs(tmp_path: Path) -> None:
     assert recipe.schedule.warmup_tokens == round(0.1 * recipe.data.tokens)
 
 
+def test_no_norm_to_clip_to_is_no_clipping(tmp_path: Path) -> None:
+    for norm, clip in ((None, 0), (0.5, 0.5)):
+        recipe = from_transformers.read(folder(tmp_path, CONFIG, {"max_grad_norm": norm}), "x").recipe
+        assert recipe.hyperparameters.grad_clip.limit == clip
+
+
 def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     folder(tmp_path, CONFIG)
     log = [{"learning_rate": 0.0, "step": 1}, {"learning_rate": 3e-4, "step": 2}, {"eval_loss": 1.0, "step": 2}]
@@ -580,6 +586,8 @@ KWARGS = {"lr_scheduler_type": "cosine_with_min_lr"}
         (CONFIG, {"learning_rate": "fast"}, "learning_rate fast must be a number"),
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
         (CONFIG, {"bf16": "False"}, "bf16 'False' must be true or false"),
+        (CONFIG, {"weight_decay": 0.1, "adam_beta2": None}, "adam_beta2 is null; write its number"),
+        (CONFIG, {"warmup_ratio": 1.0}, "warmup_ratio 1 is the whole run in transformers 4"),
         (CONFIG, {"bf16": True, "fp16": True}, "bf16 and fp16 are two precisions; remove one"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr_rate": [1]}}, "min_lr_rate [1] must be a number"),

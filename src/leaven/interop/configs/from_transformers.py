@@ -133,7 +133,14 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
 
 def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks: int) -> None:
     """Set recipe values from TrainingArguments or their defaults, unless trainer_state.json has set them."""
-    document = {key: value for key, value in document.items() if value is not None}
+    for key in [key for key, value in document.items() if value is None]:
+        del document[key]
+        if key == "max_grad_norm":
+            document[key] = 0  # no clipping
+        elif TABLE["fields"].get(key, {}).get("kind") in {"count", "number"} and TABLE["fields"][key].get("default"):
+            raise InputError(
+                f"{draft.origin}: {key} is null; write its number, or remove it for transformers' default"
+            )
     if isinstance(path := document.get("accelerator_config"), str):  # of a JSON file, which may be elsewhere
         draft.unread.append(f"accelerator_config {path}, with which the batch may be another one")
         del document["accelerator_config"]
@@ -162,6 +169,11 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
     compute = "bf16" if given["bf16"] else "fp16" if given["fp16"] else "fp32"
     given.put("precision.compute", compute, "bf16", "fp16")
     warmup = given["warmup_steps"] or given["warmup_ratio"]
+    if given["warmup_ratio"] >= 1 and not given["warmup_steps"]:
+        raise InputError(
+            f"{draft.origin}: warmup_ratio {given['warmup_ratio']:g} is the whole run in transformers 4, and steps in "
+            "transformers 5; write warmup_steps"
+        )
     # A warm-up below 1 is a share of the run, as in transformers 5.
     tokens = warmup * (batch if warmup >= 1 else draft.values["data.tokens"])
     given.put("schedule.warmup_tokens", round(tokens), "warmup_steps", "warmup_ratio")
