@@ -21,6 +21,7 @@ def test_a_row_of_a_step() -> None:
     assert row["planned_step_seconds"] > 0
 
 
+@pytest.mark.long
 def test_rows_of_a_part_become_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--rehearse", "--part", "fp8"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -37,12 +37,14 @@ def test_a_family_passes(name: str) -> None:
     assert document.passed, [row for row in document.rows if row.passed is False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["olmo2", pytest.param("gemma3", marks=SLOW)])
 def test_a_multiplier_before_the_norm_is_found(name: str) -> None:
     document = checked(name, "coordinates", "multiplier", widths=(WIDTH,), depths=DEPTHS, seeds=1)
     assert {row.axis for row in document.rows if row.passed is False} == {"depth"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["olmo2", pytest.param("gemma3", marks=SLOW)])
 def test_a_readout_that_is_not_scaled_is_found(name: str) -> None:
     document = checked(name, "coordinates", "readout", widths=WIDTHS, depths=(DEPTH,), seeds=1)

@@ -48,6 +48,7 @@ def test_a_best_lr_that_stays_passes_with_few_seeds() -> None:
     assert verdicts(0.0, 0.01) == (["passed"] * 3, [5] * 4)
 
 
+@pytest.mark.long
 def test_a_best_lr_that_drifts_by_half_an_octave_fails() -> None:
     assert verdicts(0.5, 0.01)[0] == ["FAILED"] * 3
 

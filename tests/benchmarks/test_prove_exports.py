@@ -85,6 +85,7 @@ def test_an_export_is_proved_once_its_difference_is_taken_into_account(recipe: R
     assert f"clipping of folded weights: {proof.apart:.1e}" in proof.row
 
 
+@pytest.mark.long
 def test_folded_multipliers_train_as_leavens_multipliers(recipe: Recipe, tokens: TokenSet) -> None:
     """Without clipping nothing differs, so the reference has the multipliers that the export folds."""
     proof = prove(replace(CASE, changes=CASE.changes | NO_CLIP, differences=()), recipe, tokens, trained())
@@ -92,6 +93,7 @@ def test_folded_multipliers_train_as_leavens_multipliers(recipe: Recipe, tokens:
     assert "| nothing |" in proof.row
 
 
+@pytest.mark.long
 def test_a_wrong_export_is_found(recipe: Recipe, tokens: TokenSet) -> None:
     proof = prove(CASE, recipe, tokens, trained(lr_factor=1.01))
     assert proof.left > 10 * prove_exports.ROUNDING

@@ -39,6 +39,7 @@ def strictly(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_train_prints_one_document_and_a_line_every_so_many_steps(
     leaven: Verb, tiny_file: Path, tmp_path: Path
 ) -> None:
@@ -289,6 +290,7 @@ def test_a_device_that_torch_lacks_gives_one_line(
     assert not list(tmp_path.glob("*/*"))
 
 
+@pytest.mark.long
 def test_a_damaged_file_of_token_ids_leaves_no_run(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
     source = Path(megatron(tmp_path / "ids.bin", documents()))
     train = ("train", tiny_file, "--run", tmp_path / "run", "--set", f"data.source={source}")

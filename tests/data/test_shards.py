@@ -76,6 +76,7 @@ def test_sharded_tokens_slice_like_one_array(lengths: list[int], data: st.DataOb
     assert np.array_equal(sharded[index], whole[index])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tokens_do_not_depend_on_shards_or_processes(
@@ -199,6 +200,7 @@ def change_entries(folder: Path, change: Callable[[dict[str, Any]], None], *name
         os.utime(path, ns=(stamp, stamp))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("names", [["index.json"], ["index.json", "shards.jsonl"]])
 @pytest.mark.parametrize("change", BLOCKS_HARM)
@@ -465,6 +467,7 @@ STOPS = ["reading", "tokenizer", "before a rename", "after a rename", "before th
 COMMON = {"before a rename"}  # a moment in every `make test`; all in `make kills`
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stop",
     [pytest.param(stop, marks=[pytest.mark.kills] * (stop not in COMMON)) for stop in (*STOPS, "after the index")],
@@ -581,6 +584,7 @@ print(*(text for _, text in [*found, *results]))
 """
 
 
+@pytest.mark.long
 def test_signals_to_the_whole_job_reach_no_child_process() -> None:
     """Not even the one that tracks semaphores, whose end gives tracebacks."""
     command = [sys.executable, "-c", SIGNALLED]
@@ -588,6 +592,7 @@ def test_signals_to_the_whole_job_reach_no_child_process() -> None:
     assert (done.stdout, done.stderr) == ('"a" "b" "c" "d" "e" "f" "g" "h"\n', "")
 
 
+@pytest.mark.long
 def test_one_of_several_processes_prepares_the_data(data: Data, prepared: TokenSet, tmp_path: Path) -> None:
     processes = [start(data, tmp_path) for _ in range(2)]
     outputs = [process.communicate()[0] for process in processes]

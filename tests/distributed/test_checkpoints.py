@@ -59,6 +59,7 @@ def cuttings(draw: st.DrawFn, shape: tuple[int, ...], most: int) -> list[Block]:
     return blocks
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_split_is_read_in_any_other(data: st.DataObject) -> None:

@@ -146,6 +146,7 @@ def tokens(tiny: Recipe) -> TokenSet:
     return prepare(tiny.data, tiny.model.vocab_size)
 
 
+@pytest.mark.long
 def test_a_stop_of_one_process_stops_all(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
     two = two.replace({"data.tokens": 2_304})
     stopped = ranks(2, run, two, tokens, tmp_path / "run", "stop")
@@ -177,6 +178,7 @@ def test_all_wait_for_room_at_the_end_of_a_run(two: Recipe, tokens: TokenSet, ra
     assert events(tmp_path / "run")[-1] == "finish"
 
 
+@pytest.mark.long
 def test_all_wait_for_one_that_sees_the_end_of_a_run_late(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def squared_norm(training: Training, windows: torch.Tensor) -> float:
     return squared
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [{"layout.zero": 3}, {"layout.zero": 2, "layout.tp": 2}],

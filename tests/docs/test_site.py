@@ -58,6 +58,7 @@ def test_the_commands_of_the_tutorial_work_with_50_million_parameters(tmp_path: 
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_quote_what_commands_print(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

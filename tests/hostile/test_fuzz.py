@@ -288,6 +288,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["tokens"]: line["loss"] for line in lines}
 
 
+@pytest.mark.long
 @fewer
 @given(data=st.data())
 def test_damaged_runs_are_resumed(data: st.DataObject, place: Path, stopped_run: Path) -> None:
@@ -320,6 +321,7 @@ def trials(study: Path) -> dict[int, float]:
     return {trial["number"]: trial["loss"] for trial in json.loads((study / "study.json").read_text())["trials"]}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 @fewer
 @given(data=st.data())

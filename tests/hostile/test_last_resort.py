@@ -236,6 +236,7 @@ def test_missing_permissions_are_one_line(
     assert not (tmp_path / "RUN/x.html").exists()
 
 
+@pytest.mark.long
 def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path, tiny_text: str) -> None:
     name = "t\u00edny\U00020000"
     (tmp_path / "r.toml").write_text(tiny_text.replace('"tiny"', f'"{name}"'), encoding="utf-8")

@@ -94,6 +94,7 @@ def test_initialising_on_the_meta_device_is_refused() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_sharded_by_fsdp2(build: Any, one_rank: Any) -> None:
     options = {"base": build(32, 2), "hyperparameters": TUNED, "initialise": True}

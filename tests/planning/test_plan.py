@@ -115,6 +115,7 @@ def test_the_numbers_of_a_document_are_consistent() -> None:
     assert all(other.step_seconds >= speed.step_seconds * 0.99 for other in document.alternatives)  # 1% is equal
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(gpus=st.sampled_from([1, 2, 6, 8, 24, 64, 96]), power=st.integers(16, 22))
 def test_every_plan_divides_the_batch_and_fits(gpus: int, power: int) -> None:

@@ -92,6 +92,7 @@ COLUMNS = dict.fromkeys(("standard", "mup", "completep"), (1, 1, 1, 1)) | {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.5, 0.75, 1.0])
 @pytest.mark.parametrize(("name", "role"), [(name, role) for name in RULES for role in Role])
 def test_tables_row_by_row(name: str, role: Role, alpha: float) -> None:

@@ -239,6 +239,7 @@ def test_in_a_browser_pages_change_by_themselves_and_the_planner_as_one_types(
         assert all(request.startswith(url) for request in browser.requests)
 
 
+@pytest.mark.long
 def test_the_command_prints_its_address_and_ends_at_ctrl_c(leaven: Verb, roots: Path) -> None:  # noqa: F811
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -101,6 +101,7 @@ class NoFloat64(TorchDispatchMode):
         return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("compute", "positions"), [("fp32", "alibi"), ("fp16", "rope")])
 def test_a_run_on_mps_makes_no_float64_tensor(
     tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str, positions: str

@@ -162,6 +162,7 @@ def test_a_skipped_step_leaves_the_biases(tiny: Recipe, tokens: TokenSet) -> Non
     assert before.any()
 
 
+@pytest.mark.long
 def test_biases_even_out_the_load(tiny: Recipe, tokens: TokenSet) -> None:
     """Without a balance loss, the biases correct a router that sends nearly everything to two experts."""
 

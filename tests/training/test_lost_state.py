@@ -170,6 +170,7 @@ def test_a_finished_run_without_checkpoints_still_has_its_result(
         assert train(recipe, tokens, run.path).loss == result.loss
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_checkpoint_to_which_a_run_returned_is_named_if_it_is_gone(run: RunFol
     assert (loaded.tokens, loaded.skipped) == (tokens_of(older), {target.name: "missing"})
 
 
+@pytest.mark.long
 def test_a_rewind_whose_event_is_lost_is_not_forgotten(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     whole = run.path.with_name("whole")
     train(recipe, tokens, run.path, rewind=ManualRewind(6_144, 512), stop=lambda: run.metrics()[-1]["step"] >= 34)
@@ -264,6 +266,7 @@ def test_a_rewind_whose_event_is_lost_is_not_forgotten(run: RunFolder, recipe: R
     assert losses(run.path) == losses(whole)
 
 
+@pytest.mark.long
 def test_the_recipe_of_a_rewind_whose_event_is_lost_is_in_the_checkpoint(
     run: RunFolder, recipe: Recipe, tokens: TokenSet
 ) -> None:
@@ -508,6 +511,7 @@ def test_the_last_line_of_the_metrics_counts_without_its_end(
     assert (losses(run.path), len(metrics.read_text().splitlines())) == (expected, len(expected))
 
 
+@pytest.mark.long
 def test_a_run_whose_start_weights_are_gone_resumes(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -591,6 +595,7 @@ def changed_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -680,6 +685,7 @@ def test_a_folder_with_the_name_of_a_temporary_file_is_left_alone(
         train(recipe, tokens, tmp_path / "new")
 
 
+@pytest.mark.long
 def test_checkpoints_of_another_run_are_refused(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
@@ -1049,6 +1055,7 @@ def test_the_finish_of_another_run_does_not_end_a_run(
         train(recipe, tokens, run.path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "change", "why"),
     [
@@ -1202,6 +1209,7 @@ def test_missing_steps_that_a_rewind_repeats_are_no_fault(run: RunFolder, recipe
     assert not list(faults(run))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [20, 24])
 def test_changed_values_that_a_rewind_repeats_are_no_fault(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, step: int

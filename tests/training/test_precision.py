@@ -28,6 +28,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_good_steps() -> None:
     assert float(scale.value) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_precision_follows_fp32(dtype: str, tiny: Recipe, tokens: TokenSet) -> None:
     runs = {}

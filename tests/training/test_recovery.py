@@ -164,6 +164,7 @@ def once(first: int, steps: int, factor: float) -> Callable[[Training], float]:
     return by
 
 
+@pytest.mark.long
 def test_a_rollback_undoes_a_jump_of_the_lr(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
     with_lr(monkeypatch, once(120, 20, 30.0))
     summary, loss, run = ended(recipe(), text(), tmp_path / "run")
@@ -230,12 +231,14 @@ def test_skip_leaves_the_garbage_out_step_by_step(tmp_path: Path, calm: float) -
     assert abs(loss - calm) < NOISE
 
 
+@pytest.mark.long
 def test_on_spike_stop_ends_the_run_with_a_report(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"loss .* deviations above its median, loss 1.* within 3 steps"):
         train(recipe(stability__on_spike="stop"), SHARD, tmp_path / "run")
     assert RunFolder(tmp_path / "run").events()[-1]["numbers"]["loss"]["sum"] >= 24
 
 
+@pytest.mark.long
 def test_a_rollback_without_a_whole_checkpoint_changes_nothing(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
 

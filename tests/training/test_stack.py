@@ -87,6 +87,7 @@ def test_trials_that_diverge_leave_the_others_alone(short: Recipe) -> None:
     assert found[2].tokens < short.data.tokens
 
 
+@pytest.mark.long
 def test_a_stack_trains_again_from_the_start(short: Recipe, tokens: TokenSet) -> None:
     stacked = TrialStack(short, 2, tokens, "cpu")
     others = [short.replace({LR: lr}) for lr in (0.001, 0.02)]

@@ -185,6 +185,7 @@ def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
     assert train(short, tokens, folder.path).finished
 
 
+@pytest.mark.long
 def test_a_run_keeps_its_micro_batch_unless_the_recipe_changes_it(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:

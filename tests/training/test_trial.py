@@ -60,6 +60,7 @@ def results(outcome: Outcome) -> tuple[Any, ...]:
     return outcome.loss, outcome.tokens, outcome.flops, outcome.curve, outcome.stopped, outcome.branches
 
 
+@pytest.mark.long
 def test_the_outcome_of_a_trial(tiny: Recipe) -> None:
     recipe = tiny.replace({**STATEFUL, "data.tokens": 36 * STEP})
     training = Training(recipe, prepare(recipe.data, 320))
@@ -115,6 +116,7 @@ def test_no_trial_is_pruned_during_warmup(tiny: Recipe) -> None:
     assert outcome.tokens > 20 * STEP
 
 
+@pytest.mark.long
 def test_a_killed_trial_resumes_bit_for_bit(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = tiny.replace(STATEFUL | {"data.tokens": 20 * STEP}), tmp_path / "trial"
     with steps_counted(monkeypatch, die_at=13), pytest.raises(Killed):

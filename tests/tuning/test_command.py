@@ -540,6 +540,7 @@ def test_a_further_attempt_that_adds_no_loss_is_named(write: Write, again: str, 
     assert run.notes[1:] == ([f"{added}; see trials/000004/output.log"] if told else [])
 
 
+@pytest.mark.long
 def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for sbatch, which blocks and writes the output of the job to a file, and for scancel. The job
     ``waits`` is in the queue until it is cancelled, whatever becomes of sbatch."""
@@ -653,6 +654,7 @@ def test_a_command_ignores_no_signal_that_a_shell_does_not(write: Write) -> None
     assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
 
 
+@pytest.mark.long
 def test_an_earlier_study_informs_the_next(write: Write) -> None:
     command = f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}"
     write(command)

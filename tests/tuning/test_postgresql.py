@@ -136,6 +136,7 @@ def test_the_encoding_of_a_database(server: Server, encoding: str) -> None:
             open_store(url).create_new_study([StudyDirection.MINIMIZE], "模型")
 
 
+@pytest.mark.long
 def test_a_database_that_may_not_be_written(server: Server) -> None:
     url = server.database("unwritable")
     study = open_store(url).create_new_study([StudyDirection.MINIMIZE], "s")

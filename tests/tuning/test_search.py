@@ -230,6 +230,7 @@ def test_a_changed_or_deleted_value_of_a_store_is_noticed(
     assert "\n" not in str(found.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("url", ["{}", "sqlite:///{}"])
 def test_digests_of_unusual_numbers_and_choices_match(tmp_path: Path, url: str) -> None:
     unusual, space = itertools.cycle([-0.0, 1e-300, 2**53 + 0.0, math.nan]), SPACE | {"c": range(3)}

@@ -467,8 +467,16 @@ def has_a_damaged_trial(path: Path) -> None:
         (None, "sqlite:///{}/study.db", "there is no folder"),
         (None, "sqlite:///file:some.db?uri=true", "give sqlite:///FILE"),
         (lambda path: path.write_text("notes"), "sqlite:///{}", "cannot be opened: file is not a database"),
-        (None, "mysql://user:secret@host/x", "mysql://: not a supported store; give the path of a journal, sqlite"),
-        (None, "postgresql://user:secret@host:port/x", "not a valid URL; give postgresql://USER@HOST:PORT/DATABASE"),
+        (
+            None,
+            "mysql://user:secret@host/x",
+            "mysql is not a supported store; give the path of a journal, sqlite.* or postgresql://USER@HOST",
+        ),
+        (
+            None,
+            "postgresql://user:secret@host:port/x",
+            "^postgresql: not a valid URL; give postgresql://USER@HOST:PORT/DATABASE$",
+        ),
         (None, "postgresql://user:secret@127.0.0.1:1/x", r"//user:\*\*\*@127.0.0.1:1/x cannot be opened: "),
         (None, "postgresql://user@127.0.0.1:1/x?nonsense=1", "cannot be opened: .*nonsense"),
         (

@@ -998,6 +998,7 @@ def before_a_failed_trial_was_given_back(document: dict[str, Any]) -> str:
     return json.dumps(sealed(document))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     "damaged",

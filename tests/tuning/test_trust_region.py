@@ -50,6 +50,7 @@ def noisy_trials(d: int) -> tuple[np.ndarray, np.ndarray]:
     return points, losses + np.random.default_rng(2).normal(0, 0.1, 30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("d", [2, 4, 9])
 def test_the_posterior_is_that_of_the_normal_equations(d: int) -> None:
     points, losses = noisy_trials(d)

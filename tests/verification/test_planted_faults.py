@@ -225,6 +225,7 @@ def test_a_planted_fault_is_found(name: str) -> None:
     assert found <= {module for module, _ in failed(of(planted, *sizes, overrides=overrides))}
 
 
+@pytest.mark.long
 def test_a_multiplier_before_the_output_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def before(block: Block, branch: str, y_BTD: torch.Tensor) -> torch.Tensor:
         multiplier = getattr(block, f"{branch}_multiplier")
@@ -237,6 +238,7 @@ def test_a_multiplier_before_the_output_norm_is_found(monkeypatch: pytest.Monkey
     assert {*OUTPUTS, "attention.out"} <= {module for module, _ in failed(gradients(None, *DEEP, overrides=OLMO))}
 
 
+@pytest.mark.long
 def test_the_multiplier_of_another_alpha_is_found() -> None:
     found = failed(coordinates(ALPHA_1, *DEEP, alpha=ALPHA))
     assert {"norm.attention", "norm.mlp", "residual"} <= {module for module, _ in found}
@@ -245,6 +247,7 @@ def test_the_multiplier_of_another_alpha_is_found() -> None:
     assert all("eps GROWS relative to the gradient" in row.note for row in found.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overrides", [(), pytest.param(OLMO, marks=SLOW)], ids=["dense", "olmo 3"])
 def test_at_alpha_below_1_gradients_finds_an_lr_of_the_key_that_is_constant_in_depth(
     overrides: tuple[str, ...],

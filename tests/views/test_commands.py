@@ -25,6 +25,7 @@ def leaven(*words: str) -> None:
     assert ran.exit_code == 0, (shlex.join(words), ran.output, ran.exception)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 def test_printed_commands_find_everything_done(tiny_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_file.parent

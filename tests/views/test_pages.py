@@ -136,6 +136,7 @@ def test_hostile_text_is_escaped(name, pages):
     assert "<script>window" not in pages[name].read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_pages_are_reproducible(pages, folders, tmp_path):
     assert write("study", folders, tmp_path).read_bytes() == pages["study"].read_bytes()
 

@@ -82,6 +82,7 @@ def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
     assert compared > 100
 
 
+@pytest.mark.long
 def test_the_printed_change_of_a_beta_is_its_exponent(study, tmp_path):
     start = study.centre
     beta = space(start, "hyperparameters.beta2").dimensions[0]

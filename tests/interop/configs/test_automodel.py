@@ -44,6 +44,7 @@ def written(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], Any]:
     return yaml.safe_load((folder / "automodel.yaml").read_text()), model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_pattern_of_every_name_gives_its_lr_and_decay(tiny: Recipe, tmp_path: Path, family: str) -> None:
     recipe = tiny.replace(FAMILIES[family] | VARIED)

@@ -198,6 +198,7 @@ PARTS: list[dict[str, float]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("decay", "more"),
     [(decay, more) for decay in get_args(Decay) for more in (PARTS[:-1] if decay == "inverse_sqrt" else PARTS)],

@@ -94,6 +94,7 @@ MORE: list[dict[str, Any]] = [
 
 
 # Every family as it is, and the changes in a family with and in one without biases and learned positions
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "more"), [*((family, {}) for family in FAMILIES), *product(("llama", "gpt2"), MORE)]
 )

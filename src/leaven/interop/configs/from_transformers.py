@@ -138,9 +138,7 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
         if key == "max_grad_norm":
             document[key] = 0  # no clipping
         elif TABLE["fields"].get(key, {}).get("kind") in {"count", "number"} and TABLE["fields"][key].get("default"):
-            raise InputError(
-                f"{draft.origin}: {key} is null; write its number, or remove it for transformers' default"
-            )
+            raise InputError(f"{draft.origin}: {key} is null; write a number, or remove it for transformers' default")
     if isinstance(path := document.get("accelerator_config"), str):  # of a JSON file, which may be elsewhere
         draft.unread.append(f"accelerator_config {path}, with which the batch may be another one")
         del document["accelerator_config"]
@@ -171,7 +169,7 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
     warmup = given["warmup_steps"] or given["warmup_ratio"]
     if given["warmup_ratio"] >= 1 and not given["warmup_steps"]:
         raise InputError(
-            f"{draft.origin}: warmup_ratio {given['warmup_ratio']:g} is the whole run in transformers 4, and steps in "
+            f"{draft.origin}: warmup_ratio {given['warmup_ratio']:g} is a whole run in transformers 4, and steps in "
             "transformers 5; write warmup_steps"
         )
     # A warm-up below 1 is a share of the run, as in transformers 5.

@@ -118,7 +118,7 @@ def _url(where: str) -> "URL":
     try:
         url = make_url(where)
     except (ArgumentError, ValueError):
-        raise InputError(f"{scheme}://: not a valid URL; give postgresql://USER@HOST:PORT/DATABASE") from None
+        raise InputError(f"{scheme}: not a valid URL; give postgresql://USER@HOST:PORT/DATABASE") from None
     if scheme == "sqlite":
         if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
             raise InputError(
@@ -131,7 +131,7 @@ def _url(where: str) -> "URL":
         # Options in the URL override those of POSTGRESQL.
         return url.set(drivername="postgresql+psycopg", query={**POSTGRESQL, **url.query})
     raise InputError(
-        f"{scheme}://: not a supported store; give the path of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+        f"{scheme} is not a supported store; give the path of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
     )
 
 
