@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from importlib import import_module
 from io import TextIOWrapper
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -48,10 +49,10 @@ class Verbs(TyperGroup):
     """The ``leaven`` command, which imports the file of a verb only when the verb is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        empty = next((at for at, text in enumerate(args) if not text or re.fullmatch("--[a-z-]+=", text)), None)
-        if empty is not None:
-            after = args[empty] or (args[empty - 1] if empty else "leaven")
-            raise InputError(f"nothing stands after {after}; is a variable of the shell empty?")
+        options = [option for option, text in pairwise(args) if option.startswith("-") and not text]
+        options += [text for text in args if re.fullmatch("--[a-z-]+=", text)]
+        if options:
+            raise InputError(f"nothing stands after {options[0]}; is a variable of the shell empty?")
         name, _, rest = super().resolve_command(ctx, args)
         return name, command_of(str(name)), rest
 
