@@ -319,6 +319,16 @@ def test_weights_change_validation_windows_but_not_the_cache(tmp_path: Path) -> 
     }
 
 
+def test_windows_of_a_source_that_has_too_few_are_repeated(tmp_path: Path) -> None:
+    """Otherwise the validation loss would be that of the other source."""
+    tokens = prepare_data(mixed(tmp_path, 3, 1), 5, tmp_path)
+    few = len(tokens.sources[1].validation) // 10  # all windows of the second source
+    for limit in (40 * few, 400 * few, 10**9):
+        found = letters_of(tokens.validation_windows(10, limit))
+        assert found.count("a") == pytest.approx(3 * found.count("b"), abs=2)
+    assert found.count("a") == (len(tokens.sources[0].validation) - 1) // 10  # none of them is repeated
+
+
 def test_each_source_gives_the_tokenizer_an_equal_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leaven.data.tokenizer.TRAINING_BYTES", 8_000)
     mixed(tmp_path, 1, 1)

@@ -631,6 +631,22 @@ def test_durations_are_compared_and_the_longest_is_the_loss(study: Make, tiny: R
     assert trial.loss == trial.branches[-1][1]
 
 
+def test_the_answer_is_for_the_longest_duration(
+    tiny: Recipe, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Recipe] = []
+
+    def run(study: Study, *_: object, **__: object) -> StudyDocument:
+        opened.append(read_recipe(study.out / "centre.toml"))
+        raise StoreGone("gone")
+
+    monkeypatch.setattr(Study, "run", run)
+    sets = ["--set", "schedule.decay=wsd", "--durations", "2048,4096"]
+    CliRunner().invoke(app, ["tune", str(tiny_file), "--study", str(tmp_path / "study"), *sets])
+    (centre,) = opened
+    assert (centre.data.tokens, centre.base.tokens) == (4096, 4096) != (tiny.data.tokens, tiny.base.tokens)
+
+
 def tree(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 

@@ -169,7 +169,7 @@ def tune(
     if of_file is not None:
         searched = of_file
     else:
-        searched = around = _space(load_recipe(recipe, overrides), space, prior)
+        searched = around = _space(_of_longest(load_recipe(recipe, overrides), durations), space, prior)
     url, folder = _where(study, out, searched.name)
     asked, devices = workers, _devices(workers, program)
     workers = len(devices) or workers or (1 if program else _usual_workers())
@@ -207,6 +207,14 @@ def tune(
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _of_longest(recipe: "Recipe", durations: list[int] | None) -> "Recipe":
+    """Return the recipe with the longest duration, because the answer of the study is for it."""
+    if not durations:
+        return recipe
+    why = recipe.why | {"data.tokens": "the longest of --durations"}
+    return recipe.replace({"data.tokens": max(durations), "why": why})
 
 
 def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:

@@ -77,14 +77,21 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return validation windows, [N, T + 1] with T = ``seq_len``. Each source gets its share of ``limit_tokens``,
-        and has at most (this share) / T windows, but at least one. Raise InputError if a source has no whole window.
+        """Return validation windows, [N, T + 1] with T = ``seq_len``. Each source has its share of them, and at least
+        one, so that their mean loss is that of the mixture. Raise InputError if a source has no whole window.
+
+        N is at most about ``limit_tokens`` / T. The windows of a source that has too few for its share are repeated.
+        If this is so for all sources, N is smaller.
         """
+        wanted = [max(int(limit_tokens * share) // seq_len, 1) for share in self.proportions]
+        found = [
+            validation_windows(source.validation, seq_len, int(limit_tokens * share))
+            for source, share in zip(self.sources, self.proportions, strict=True)
+        ]
+        fullest = max(len(windows) / number for windows, number in zip(found, wanted, strict=True))
+        numbers = [max(round(fullest * number), len(windows)) for windows, number in zip(found, wanted, strict=True)]
         return np.concatenate(
-            [
-                validation_windows(source.validation, seq_len, int(limit_tokens * share))
-                for source, share in zip(self.sources, self.proportions, strict=True)
-            ]
+            [np.resize(windows, (number, seq_len + 1)) for windows, number in zip(found, numbers, strict=True)]
         )
 
     def epochs(self, tokens: int) -> dict[str, float]:
