@@ -103,6 +103,20 @@ def test_a_missing_end_of_text_token_is_added(name: str, tmp_path: Path, prepare
     assert np.array_equal(found[0].train[: ends[4] + 1], flat(written[:5]))
 
 
+def test_an_end_of_text_token_within_a_document_is_not_its_end(tmp_path: Path, prepare: Any) -> None:
+    bare = documents()
+    bare[0][1] = END
+    found = prepare(megatron(tmp_path / "a.bin", bare), end_of_text=END)
+    assert [*found.train[:], *found.validation[:]] == flat([[*text, END] for text in bare])
+    assert any(f"{len(bare)} documents have 1 end-of-text tokens; 3 is added" in note for note in found.notes)
+    most = [[*text, END] for text in documents()]
+    del most[5][-1], most[9][-1]
+    found = prepare(megatron(tmp_path / "b.bin", most), end_of_text=END)
+    assert [*found.train[:], *found.validation[:]] == flat(most)
+    note = f"{len(most)} documents have {len(most) - 2} end-of-text tokens, 3; none is added"
+    assert any(note in each for each in found.notes)
+
+
 def test_empty_documents_do_not_count(tmp_path: Path, prepare: Any) -> None:
     found = prepare(megatron(tmp_path / "a.bin", [[], *TEXTS[:9], [], [], *TEXTS[9:], []]), end_of_text=END)
     assert [*found.train[:], *found.validation[:]] == flat([[*text, END] for text in TEXTS])

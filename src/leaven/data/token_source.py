@@ -102,8 +102,8 @@ class TokenReader:
         If a source has ``validation``, its own ids are all for training. If it has none, every file is divided into
         stretches (`STRETCHES`), and the end of each stretch is for validation, in whole documents if possible.
 
-        If the ends of documents are known but no document has an end-of-text token, ``end_of_text`` is added after
-        each document.
+        If the ends of documents are known but fewer than half as many end-of-text tokens occur, ``end_of_text`` is
+        added after each document.
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but
@@ -125,6 +125,8 @@ class TokenReader:
 
     def _shards(self, ids: "_SourceIds", others: "_SourceIds | None") -> Shards:
         content = " ".join([str(FORMAT), str(self.end_of_text), *ids.digests])
+        if ids.added is not None and ids.inside:  # versions of leaven before December 2026 added none
+            content += " added"
         train: list[Tokens] = []
         validation: list[Tokens] = []
         notes = ids.notes
@@ -181,9 +183,15 @@ class TokenReader:
                 )
         notes = [f"{name}: the files do not state a dtype; their ids are read as uint16"] * raw
         known = all(ids.ends is not None for ids in mapped.values())
-        adds = end_of_text is not None and not any(survey.ends for survey in surveys)
+        ends = sum(survey.ends for survey in surveys)
+        documents = sum(len(ids.ends) for ids in mapped.values() if ids.ends is not None) if known else 0
+        adds = end_of_text is not None and (not ends or 2 * ends < documents)
+        some = f"{documents:,} documents have {ends:,} end-of-text tokens"
         if adds and known:
-            notes.append(f"{name}: documents have no end-of-text token; {end_of_text:,} is added after each")
+            having = some if ends else "documents have no end-of-text token"
+            notes.append(f"{name}: {having}; {end_of_text:,} is added after each")
+        elif 0 < ends < documents:
+            notes.append(f"{name}: {some}, {end_of_text:,}; none is added, so some documents do not end with one")
         elif adds and self.needs_ends:
             raise InputError(
                 f"{name!r} does not contain the end-of-text token {end_of_text:,}, which would show where documents "
@@ -199,6 +207,7 @@ class TokenReader:
             [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
+            inside=bool(ends),
             notes=tuple(notes),
         )
 
@@ -211,6 +220,7 @@ class _SourceIds:
     digests: list[str]  # one for each part
     occurring: int | None  # the end-of-text token, if it is known and occurs in the files
     added: int | None  # the end-of-text token, if it is added after each document
+    inside: bool  # whether the end-of-text token occurs in the files
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
