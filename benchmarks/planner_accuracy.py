@@ -63,6 +63,12 @@ _CODES = {
     "grok1_h100": "NeMo 24.12 (Grok-1)",
     "xtuner_h800": "Pai-Megatron-Patch (measured by XTuner)",
     "torchtitan_deepep_b200": "torchtitan of November 2025 with DeepEP",
+    "llama4_maverick_gb200": "Megatron-Bridge (Llama 4)",
+    "aws_qwen3_30b_h100": "Megatron-Bridge on AWS (Qwen3-30B)",
+    "aws_qwen3_235b_b300": "Megatron-Bridge on AWS (Qwen3-235B)",
+    "aws_qwen3_235b_full_b300": "Megatron-Bridge on AWS (Qwen3-235B, full recomputation)",
+    "aws_kimi_b300": "Megatron-Bridge on AWS (Kimi K2)",
+    "olmoe_mfsdp_h100": "Megatron-FSDP (OLMoE)",
 }
 _COLUMNS = (
     ("rows", "rows", "{:d}"),
