@@ -23,6 +23,7 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import optimizer
 from leaven.training.checkpoint import read_checkpoint
+from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -73,7 +74,6 @@ EXPERTS = {"model.experts": EXPERTS | {"shared": 1, "bias_step": 0.05}}
 
 
 # Experts are trained with AdamW, too.
-@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [
@@ -251,6 +251,15 @@ def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         subprocess.run([*train, *sets], capture_output=True, text=True, check=True)
         assert len(losses(disk / "run")) == 40
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_weights_are_cast_again_in_each_step(compute: str, tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    """torch keeps cast weights until the outermost autocast ends, and a run is within one that is off."""
+    short = tiny.replace({"data.tokens": 2_048, "precision.compute": compute})
+    train(short, tokens, tmp_path / "run")
+    training = Training(short, tokens)
+    assert losses(tmp_path / "run") == [training.step().loss for _ in range(8)]
 
 
 @pytest.mark.parametrize("setting", ["dtype", "autocast", "no_grad", "inference_mode"])

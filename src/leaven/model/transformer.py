@@ -411,7 +411,8 @@ class Stage(nn.Module):
         """Return the activations (B, T, D). The last stage returns the summed loss in nats times :attr:`factor`,
         (1,). ``x`` is the output of the previous stage. In the first stage, it is the tokens (B, T)."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
-        with torch.autocast(x.device.type, self.dtype, enabled=lower):
+        # Within another autocast, torch would keep cast weights from step to step. No weight is cast twice in a pass.
+        with torch.autocast(x.device.type, self.dtype, enabled=lower, cache_enabled=False):
             if self.begins:
                 x = model.embed(x, documents_BT)
             sequences = None
