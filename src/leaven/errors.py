@@ -7,12 +7,16 @@ from difflib import get_close_matches
 # Characters that control a terminal, change the direction of text, break lines, or cannot be encoded in UTF-8. Line
 # feed and tab are allowed.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# A path that was made from a URL has :/ instead of ://. A password may contain any character, also @ and spaces, so
-# everything up to the last @ of the line counts as password. A quotation mark at the end of an option is not part of
-# its value.
-_PASSWORD = re.compile(
+# What stands before the password of a URL, also of one that was made a path, with :/ instead of ://. A number after
+# the colon is a port, except in the address of a database.
+_LOGIN = re.compile(
+    r"\b(?:postgres|mysql|mariadb|sqlite|redis|mongodb)[\w+]*:/{1,3}[^\s:/@]*:"
+    r"|:/{1,3}[^\s:/@]*:(?!\d{1,5}[\s,;/?'\"])",
+    re.IGNORECASE,
+)
+# A quotation mark at the end of an option is not part of its value.
+_SECRET = re.compile(
     r"""http://127\.0\.0\.1:\d+/\?token=[\w-]+  # the page of leaven serve: it stays
-    |(?<=:/)(/{0,2}[^\s:/@]*):[^\n]*@  # of a URL
     |(?<=[?&\#])([\w-]*(?:passw(?:or)?d|pwd|auth|credentials?|token|signature|sig|key|accesskeyid|secret)
         |x-amz-[\w-]+)
         =[^&\s]*?(?=['"]?:?(?:[&\s]|$))  # an option of a URL
@@ -21,16 +25,22 @@ _PASSWORD = re.compile(
 )
 
 
+def _without_login(line: str) -> str:
+    """Replace the password of a URL. It may contain any character, also @ and spaces, so it ends at the last @."""
+    before, at, after = line.rpartition("@")
+    login = _LOGIN.search(before) if at else None
+    return f"{before[: login.end()]}***@{after}" if login else line
+
+
 def _masked(found: re.Match[str]) -> str:
-    user, option, key = found.groups()
-    if user is None:
-        return f"{option or key}=***" if option or key else found[0]
-    return f"{user}:***@"
+    option = found[1] or found[2]
+    return f"{option}=***" if option else found[0]
 
 
 def shown(text: str) -> str:
     """Make text safe to print: ``***`` for secrets, escapes such as ``\\u001b`` for control characters."""
-    text = _PASSWORD.sub(_masked, text)
+    text = "\n".join(map(_without_login, text.split("\n"))) if "@" in text else text
+    text = _SECRET.sub(_masked, text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -490,7 +490,7 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
     assert notes("*.txt") == (f"{line}{tmp_path}/train-00001-of-00003.txt{end}",)
     assert notes("**/*") == (notes("*.txt")[0].replace("*.txt", "**/*"),)
     data = Data(source=f"{tmp_path}/*.txt", tokens=1_024)
-    assert prepare(data, 300, tmp_path / ".cache").notes == notes("*.txt")
+    assert notes("*.txt")[0] in prepare(data, 300, tmp_path / ".cache").notes
     # Patterns that choose some files on purpose.
     for chosen in ("train-00000-of-00003.txt", "train-0000[02]-*.txt", "*-00002-of-00003.txt"):
         assert notes(chosen) == ()

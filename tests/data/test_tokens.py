@@ -327,6 +327,11 @@ def test_windows_of_a_source_that_has_too_few_are_repeated(tmp_path: Path) -> No
         found = letters_of(tokens.validation_windows(10, limit))
         assert found.count("a") == pytest.approx(3 * found.count("b"), abs=2)
     assert found.count("a") == (len(tokens.sources[0].validation) - 1) // 10  # none of them is repeated
+    assert tokens.uneven_validation(10, 400) is None
+    said = tokens.uneven_validation(10, 20) or ""
+    assert said.startswith("the validation loss is the mean of 2 sequences, of which 50% instead of 75% are of ")
+    assert said.endswith("/a.jsonl; set evaluation.tokens = 40")
+    assert tokens.uneven_validation(10, 40) is None
 
 
 def test_each_source_gives_the_tokenizer_an_equal_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

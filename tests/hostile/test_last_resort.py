@@ -50,6 +50,8 @@ PLAIN += [
     "https://host/x?tokens=3&keys=a&design=b&author=c",
     "token = 3, key=a",
 ]
+PLAIN += ["see http://localhost:6006, or write to a@b.c", "tcp://10.0.0.1:29500 && scp out me@host:/data"]
+PLAIN += ["curl http://h:80/x?a=b -d @file", "from mysql is not a store: postgresql://USER@HOST"]
 PLAIN += ["me@host:5432", "a passwordless login = me", "lines\nand\ttabs, ä 漢字 🙂"]
 
 

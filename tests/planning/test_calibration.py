@@ -69,6 +69,8 @@ def test_a_run_that_was_resumed_counts_once() -> None:
     starts = [took(time, run="abc") for time in (2, 3, 4)]
     found = factors([*starts, took(2, run="def"), took(1)])
     assert (found.runs, found.low, found.high) == (3, pytest.approx(1), pytest.approx(4))
+    on_a_cpu = record(accelerator="cpu", device=processor(), run="abc")
+    assert factors([took(2, run="abc"), on_a_cpu]).time == pytest.approx(2)
 
 
 def test_the_text_has_the_numbers_of_threads() -> None:

@@ -1193,6 +1193,22 @@ def test_no_secret_of_a_command_file_is_printed_or_on_its_page(write: Write, mon
         assert "postgresql://u:***@h/db" in text
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     assert subprocess.run(document().best_command, shell=True, check=False).returncode == 0
+    monkeypatch.delenv("WANDB_API_KEY")
+    unset = subprocess.run(document().best_command, shell=True, check=False, capture_output=True, text=True)
+    assert unset.returncode
+    assert "set it as in the command file" in unset.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *((name, True) for name in ("HF_TOKEN", "TOKEN", "WANDB_API_KEY", "db_password", "APIKEY")),
+        *((name, False) for name in ("PAD_TOKEN", "MONKEY", "PWD", "KEY", "TOKENS")),
+    ],
+)
+def test_secrets_of_an_environment_are_known_by_their_names(name: str, secret: bool) -> None:
+    command = Command(command="x", loss=LossSource(pattern="a {loss}"), environment={name: "some text"})
+    assert ("some text" not in command.line({})) == secret
 
 
 def test_a_study_runs_its_command_in_one_folder(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

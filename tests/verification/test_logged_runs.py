@@ -885,6 +885,20 @@ def test_sizes_of_different_recipes_are_not_compared(
     assert ("(with --like, the target keeps its " in str(refusal.value)) == of_target
 
 
+@pytest.mark.parametrize(
+    "change", [{"scaling.rule": "mup"}, {"schedule.decay": "linear"}, {"hyperparameters.lr": 0.003}, {}]
+)
+def test_curves_of_different_recipes_are_not_compared(tmp_path: Path, change: dict[str, Any]) -> None:
+    for width in (64, 128):
+        recipe = proxy(**{"data.tokens": 81_920, "hyperparameters.lr": 0.004, "scaling.base": OWN_BASE})
+        write_run(tmp_path / f"{width}", transfer(recipe, width=width).replace(change if width > 64 else {}), 3.0)
+    if not change:
+        assert len(curves_of(tmp_path)) == 2
+        return
+    with pytest.raises(InputError, match=f"{next(iter(change))} is .* so their curves cannot be compared between"):
+        curves_of(tmp_path)
+
+
 @pytest.mark.parametrize("read", [transfer_of_runs, curves_of])
 def test_a_run_whose_lr_a_rewind_changed_is_no_run_with_this_lr(tmp_path: Path, read: Callable[[Path], Any]) -> None:
     own_run(tmp_path / "run")

@@ -5,6 +5,7 @@ hashes of source files), ``tokenizers``, and ``tokens`` (one folder for each pai
 Sources with token ids are read from their own files (:mod:`leaven.data.token_source`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 """Version of the cache. Increase it when the same source would give different tokens or files."""
+
+
+LARGE_SHARE = 0.2  # a larger share of a text for validation is named; usual is a twentieth
+UNEVEN = 0.05  # a larger difference between the shares of a source in validation and training is named
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +88,22 @@ class TokenSet:
         N is at most about ``limit_tokens`` / T. The windows of a source that has too few for its share are repeated.
         If this is so for all sources, N is smaller.
         """
+        return np.concatenate(self._windows_by_source(seq_len, limit_tokens))
+
+    def uneven_validation(self, seq_len: int, limit_tokens: int) -> str | None:
+        """Return a line if the validation windows are too few for the proportions of the sources, else None."""
+        numbers = [len(windows) for windows in self._windows_by_source(seq_len, limit_tokens)]
+        shares = [number / sum(numbers) for number in numbers]
+        worst = max(range(len(shares)), key=lambda at: abs(shares[at] - self.proportions[at]))
+        if abs(shares[worst] - self.proportions[worst]) <= UNEVEN:
+            return None
+        enough = math.ceil(seq_len / min(self.proportions))
+        return (
+            f"the validation loss is the mean of {sum(numbers)} sequences, of which {shares[worst]:.0%} instead of "
+            f"{float(self.proportions[worst]):.0%} are of {self.names[worst]}; set evaluation.tokens = {enough:_}"
+        )
+
+    def _windows_by_source(self, seq_len: int, limit_tokens: int) -> list[NDArray[np.int64]]:
         wanted = [max(int(limit_tokens * share) // seq_len, 1) for share in self.proportions]
         found = [
             validation_windows(source.validation, seq_len, int(limit_tokens * share))
@@ -90,9 +111,7 @@ class TokenSet:
         ]
         fullest = max(len(windows) / number for windows, number in zip(found, wanted, strict=True))
         numbers = [max(round(fullest * number), len(windows)) for windows, number in zip(found, wanted, strict=True)]
-        return np.concatenate(
-            [np.resize(windows, (number, seq_len + 1)) for windows, number in zip(found, numbers, strict=True)]
-        )
+        return [np.resize(windows, (number, seq_len + 1)) for windows, number in zip(found, numbers, strict=True)]
 
     def epochs(self, tokens: int) -> dict[str, float]:
         """Return {source name: number of epochs} for a run of ``tokens`` tokens."""
@@ -166,6 +185,13 @@ def prepare(
             "data.tokenizer has no tokens for all bytes: text that its vocabulary lacks becomes unknown tokens or is "
             "left out; give a byte-level tokenizer, or one with byte_fallback, to keep all text"
         )
+    for name, part in found.items():
+        held_out = part.validation_bytes / ((part.train_bytes + part.validation_bytes) or 1)
+        if held_out > LARGE_SHARE:
+            skipped.append(
+                f"{name}: {held_out:.0%} of the text is for validation, because whole documents are held out, and "
+                "these are few or long"
+            )
     fingerprint = sources[0].fingerprint
     if len(sources) > 1:
         fingerprint = storage.digest("".join(source.fingerprint for source in sources).encode(), 16)

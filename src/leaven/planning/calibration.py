@@ -155,13 +155,16 @@ def calibration(
     ``params`` and ``layout`` belong to the plan. ``step_seconds`` is the uncorrected time of a step, and is copied to
     the result.
     """
-    found, device = [], processor() if accelerator == "cpu" else None
-    # The last record of each run counts.
-    for record in {record.run or str(number): record for number, record in enumerate(records)}.values():
+    found, device = (
+        list[tuple[bool, float, CalibrationRecord, StepCost]](),
+        processor() if accelerator == "cpu" else None,
+    )
+    for record in records:
         ratio = max(record.model.params, params) / min(record.model.params, params)
         alike = record.accelerator == accelerator and device in {None, record.device} and record.compute == compute
         if alike and record.measured is not None and ratio <= FAR:
             differ = len(_features(record.layout) ^ _features(layout))
+            found = [each for each in found if not record.run or each[2].run != record.run]  # its last start counts
             found.append((ratio <= NEAR and not differ, 1 / (1 + math.log2(ratio) + differ), record, record.measured))
     if any(near for near, *_ in found):
         found = [each for each in found if each[0]]

@@ -109,7 +109,7 @@ class TrainingCode:
     # Kernels between products, in blocks that run eagerly (traced.py). Empty: as operators.py and memory.py count.
     moved: Factors = ()  # by width: bytes that they read and write per token and element, forward and backward
     saved: Factors = ()  # by width: bytes saved for the backward pass, and the peak of temporary bytes beside them
-    eager: float = 0.38  # share of the memory bandwidth that they reach on average
+    eager: float = 1.0  # share of the memory bandwidth that they reach on average
     breaks_graphs: bool = False  # in a block with experts, torch.compile fuses none of them
 
     def __hash__(self) -> int:

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -241,7 +241,8 @@ class StepLog(Callback):
     @contextmanager
     def _lost_if_it_fails(self, name: str) -> Iterator[None]:
         try:
-            with redirect_stdout(sys.stderr):  # trackio prints to stdout, which may be a JSON document
+            # trackio prints to stdout, which may be a JSON document. W&B logs what is printed, so its stdout stays.
+            with redirect_stdout(sys.stderr) if name == "trackio" else nullcontext():
                 yield
         except Exception as error:  # writers raise errors of any class
             self._writers.pop(name, None)
@@ -300,7 +301,7 @@ def writers(log_to: str | Sequence[str] | None) -> tuple[str, ...]:
     TensorBoard if it is installed. Raise InputError if a name is unknown or its package is not installed."""
     if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
-    names = [] if log_to == "none" else log_to.split(",") if isinstance(log_to, str) else log_to
+    names = [] if log_to == "none" else list(map(str.strip, log_to.split(",") if isinstance(log_to, str) else log_to))
     for name in names:
         if name not in WRITERS:
             raise InputError(f"--log-to {name}: give none, or some of {', '.join(WRITERS)}, separated by commas")
@@ -343,8 +344,8 @@ class TensorBoard:
 class Tracker:
     """Writes scalars to W&B or trackio, which have the same interface. A resumed run continues its curves.
 
-    W&B ignores what is logged at an earlier step than the last one. So its x axis is the number of tokens, and steps
-    that are trained again after a rewind are further points. trackio also keeps both points of such a step.
+    W&B ignores what is logged at an earlier step than the last one. So steps that are trained again, after a rewind or
+    a kill, get later numbers, and the x axis is the number of tokens. trackio also keeps both points of such a step.
     """
 
     def __init__(self, module: Any, run: "RunFolder", recipe: Recipe) -> None:
@@ -358,12 +359,14 @@ class Tracker:
         module.init(resume="allow", **known)
         if self._of_wandb:
             module.define_metric("*", step_metric="tokens")
+        self._last, self._later = int(getattr(getattr(module, "run", None), "step", 0)), 0
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
         if self._of_wandb:
-            self._module.log({"tokens": tokens, "step": step, **values})
-        else:
-            self._module.log({"tokens": tokens, **values}, step=step)
+            if step + self._later < self._last:
+                self._later = self._last + 1 - step
+            self._last = step + self._later
+        self._module.log({"tokens": tokens, **values}, step=step + self._later)
 
     def close(self) -> None:
         self._module.finish()

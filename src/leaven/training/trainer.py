@@ -182,9 +182,8 @@ def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
     )
     different = [f"data.{key}" for key in of_recipe if of_recipe[key] != of_tokens[key]]
     trained = recipe.data.tokenizer == "bpe" and tokens.tokenizer_path is not None
-    if tokens.vocab_size > recipe.model.vocab_size or (
-        trained and tokens.model_vocab_size != recipe.model.vocab_size
-    ):
+    at_other_size = trained and tokens.model_vocab_size not in {None, recipe.model.vocab_size}
+    if at_other_size or tokens.vocab_size > recipe.model.vocab_size:
         different.append("model.vocab_size")
     if different:
         raise InputError(
@@ -381,7 +380,7 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest usable checkpoint, or start a new run. Log a ``resume`` or ``start`` event with
         ``about``. Raise InputError if no checkpoint can be used, or if the text or files do not belong to the run."""
-        saved = saved_checkpoints(self.run)
+        recipe, saved = self.training.recipe, saved_checkpoints(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
         changed: str | None = None
@@ -401,8 +400,9 @@ class RunTrainer:
             device=str(self.training.device),
             text=self.tokens.fingerprint,
             **{IDENTITY: self.run.identity},
-            epochs=self.tokens.epochs(self.training.recipe.data.tokens),
+            epochs=self.tokens.epochs(recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
+            uneven_validation=self.tokens.uneven_validation(recipe.model.seq_len, recipe.evaluation.tokens),
             missing_checkpoint=missing if missing not in {path.name for path in self.damaged} else None,
             **self.log.batch(),
             **about,

@@ -67,7 +67,12 @@ def _text(text: str) -> str:
     return text
 
 
-_SECRET = re.compile(r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?)$", re.IGNORECASE)
+# Names of environment variables with secrets, such as WANDB_API_KEY and HF_TOKEN, but not PAD_TOKEN.
+_SECRET = re.compile(
+    r"(?:^|_)(?:(?:API|ACCESS|SECRET|PRIVATE)_?KEY|SECRET|PASSW(?:OR)?D|CREDENTIALS?)$|_PWD$"
+    r"|(?:^|_)(?<!PAD_)(?<!BOS_)(?<!EOS_)(?<!UNK_)(?<!SEP_)(?<!CLS_)(?<!MASK_)TOKEN$",
+    re.IGNORECASE,
+)
 
 
 def _variables(environment: dict[str, str]) -> dict[str, str]:
@@ -254,12 +259,12 @@ class Command(Part):
     def line(self, values: Mapping[str, Value]) -> str:
         """Return a shell command line that makes the folder ``{out}``, sets ``environment`` and runs the command.
 
-        Secrets, such as WANDB_API_KEY, are not in the line. They are those of the shell that runs it.
+        Secrets, such as WANDB_API_KEY, are not in the line. The shell that runs it must have them.
         """
         line = self.filled(values)
         if self.environment:
             environment = [
-                f'{name}="${name}"'
+                f'{name}="${{{name}:?set it as in the command file}}"'
                 if _SECRET.search(name) and not _names(text)
                 else shlex.quote(f"{name}={fill(text, values)}")
                 for name, text in self.environment.items()

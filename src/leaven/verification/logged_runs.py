@@ -482,11 +482,11 @@ _FREE_BETWEEN_SIZES = {
 }
 
 
-def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path: str) -> None:
+def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path: str, what: str = "") -> None:
     """Raise InputError unless the recipes of all sizes could come from one recipe by ``leaven transfer``.
 
     Otherwise the number at ``path``, such as the lr, is converted in different ways, or other values than the size
-    change its best value.
+    change its best value. ``what`` is what is compared, if not ``path``.
     """
     firsts: dict[RunScale, tuple[Recipe, Path]] = {}
     for scale, recipe, run in sorted(runs, key=lambda each: astuple(each[0])):
@@ -502,9 +502,9 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
         of_target = not key.startswith(("hyperparameters.", "model.", "scaling."))
         like = f" (with --like, the target keeps its {key})" if of_target else ""
         raise InputError(
-            f"{key} is {theirs} in {folder} and {own} in {its_folder}, so {path} cannot be compared between the "
-            f"two; make the recipes of all sizes from one recipe with leaven transfer{like}, or move the runs of one "
-            "size to another folder"
+            f"{key} is {theirs} in {folder} and {own} in {its_folder}, so {what or path} cannot be compared between "
+            f"the two; make the recipes of all sizes from one recipe with leaven transfer{like}, or move the runs of "
+            "one size to another folder"
         )
 
 
@@ -560,7 +560,9 @@ def _final_loss(run: RunFolder) -> float:
 def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
     found: dict[RunScale, list[Points]] = {}
     seen: dict[Hashable, str] = {}
-    for scale, recipe, run in _read_own_runs(folders, "data.seed"):
+    runs = _read_own_runs(folders, "data.seed")
+    _require_one_recipe(runs, "data.seed", "their curves")
+    for scale, recipe, run in runs:
         _require_new(seen, (scale, recipe.data.seed), str(run.path), "size and seed")
         if run.finish() is None:
             _final_loss(run)  # raises InputError if the run was interrupted

@@ -191,10 +191,11 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: plain(key, value) for key, value in line.items()}
 
 
-def _seconds_of(steps: Sequence[dict[str, Any]]) -> float:
-    """Return the seconds of steps. Unlike times of events, they do not depend on a clock that is set."""
+def _seconds_of(steps: Sequence[dict[str, Any]]) -> float | None:
+    """Return the seconds of the steps that no rollback has undone, or None if no step has a speed. Unlike times of
+    events, they do not depend on a clock that is set."""
     timed = [step for step in steps if step.get("batch_tokens") and step.get("tokens_per_second")]
-    return float(sum(step["batch_tokens"] / step["tokens_per_second"] for step in timed))
+    return float(sum(step["batch_tokens"] / step["tokens_per_second"] for step in timed)) if timed else None
 
 
 def _drawable(number: float) -> bool:
