@@ -11,8 +11,8 @@ Ranks exchange gradients and weights as follows:
 The host issues the kernels of a step one after the other, and a GPU runs them meanwhile. So a step takes at least as
 long as the host needs to issue all kernels. This time depends on the number of blocks and micro-batches, not on their
 size. It was measured for leaven's own trainer only. In torchtitan and similar codes, each block of a model with
-experts takes a further time that depends neither on its size nor on the device (``host_wait``). Stragglers and congestion are not
-modelled.
+experts takes a further time that depends neither on its size nor on the device (``host_wait``). Stragglers and
+congestion are not modelled.
 """
 
 from collections.abc import Callable
