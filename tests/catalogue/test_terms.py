@@ -44,6 +44,28 @@ def test_a_recipe_that_copies_a_run_has_no_difference(recipe: Recipe) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("data.documents", "isolated"),
+        ("data.seed", 3),
+        ("data.tokenizer", "x.json"),
+        ("batch.ramp.rule", "scaled"),
+        ("batch.ramp.increment_tokens", 16_384),
+        ("stability.on_spike", "stop"),
+        ("evaluation.tokens", 5),
+        ("hyperparameters.modules.embedding.lr", 4.0),
+        ("hyperparameters.grad_clip", {"mode": "running", "limit": 0.5}),
+    ],
+)
+def test_every_value_that_can_change_a_loss_is_a_difference_of_two_recipes(
+    path: str, value: Any, recipe: Recipe
+) -> None:
+    (row,) = diff_in_terms(recipe, recipe.replace({path: value}))
+    assert row.path == path
+    assert not diff_in_terms(recipe, recipe.replace({"layout.pp": 6, "name": "other"}))[1:]  # of pp alone
+
+
 def test_values_without_a_counterpart_are_listed_separately(recipe: Recipe) -> None:
     of_run = {row.path for row in diff_in_terms(find_run("deepseek-v3"), recipe) if not row.counterpart}
     assert "arch.kv_lora_rank" in of_run

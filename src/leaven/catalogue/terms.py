@@ -8,7 +8,7 @@ from typing import Any
 from leaven.catalogue.groups import PublishedArchitecture
 from leaven.catalogue.runs import PublishedRun
 from leaven.documents.catalogue import RecipeDifference
-from leaven.recipe.recipe import Recipe, flatten
+from leaven.recipe.recipe import NOT_NUMBERS, Recipe, differing, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
@@ -109,9 +109,20 @@ def diff_in_terms(
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
-    alone_a, alone_b = dict(without_counterpart(a)), dict(without_counterpart(b))
-    same_kind = type(a) is type(b)
-    rows += [(path, alone_a.get(path), alone_b.get(path), same_kind) for path in {**alone_a, **alone_b}]
+    if isinstance(a, Recipe) and isinstance(b, Recipe):
+        # Part of a value in TERMS, such as grad_clip.limit, counts only if the value itself is equal.
+        shown = tuple(f"{path}." for path, own, other, _ in rows if own != other)
+        set_in_a, set_in_b = (one.model_dump(exclude=NOT_NUMBERS, exclude_defaults=True) for one in (a, b))
+        whole_a, whole_b = (flatten(one.model_dump()) for one in (a, b))
+        rows += [
+            (path, whole_a.get(path), whole_b.get(path), True)
+            for path, _, _ in differing(set_in_a, set_in_b)
+            if path not in TERMS and not path.startswith(shown)
+        ]
+    else:
+        alone_a, alone_b = dict(without_counterpart(a)), dict(without_counterpart(b))
+        same_kind = type(a) is type(b)
+        rows += [(path, alone_a.get(path), alone_b.get(path), same_kind) for path in {**alone_a, **alone_b}]
     return [
         RecipeDifference(path=path, a=own, b=other, counterpart=both)
         for path, own, other, both in rows
