@@ -839,6 +839,7 @@ def test_run_folders_are_rows_and_curves_of_a_size_differ_in_the_seed_alone(tmp_
 
 
 OWN_BASE = {"width": 128, "depth": 4, "batch_tokens": 4_096, "tokens": 81_920}
+RAMPED = {"start_tokens": 1_024, "increment_tokens": 1_024, "over_tokens": 20_480}
 BETWEEN_SIZES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     # (changes of both sizes, changes of the larger one, the value that is named)
     ({}, {"scaling.base": OWN_BASE}, "scaling.base.width is 64 in .* and 128 in"),
@@ -852,6 +853,11 @@ BETWEEN_SIZES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({}, {"model.qk_norm": False}, "model.qk_norm is True in .* and False in"),
     ({}, {"data.documents": "isolated"}, "data.documents is packed in .* and isolated in"),
     ({}, {"start.weights": "model"}, "start.weights is False in .* and True in"),
+    (
+        {"batch.ramp": RAMPED},
+        {"batch.ramp": RAMPED | {"rule": "scaled"}},
+        "batch.ramp.rule is fixed in .* and scaled",
+    ),
     # These belong to the size or its layout, or they change nothing.
     ({}, {"data.tokens": 163_840, "batch.tokens": 2_048, "schedule.warmup_tokens": 9_000}, None),
     ({}, {"data.source": "moved.txt", "layout.zero": 1, "stability.keep": 5, "evaluation.every_tokens": 8_192}, None),
@@ -881,7 +887,7 @@ def test_sizes_of_different_recipes_are_not_compared(
         InputError, match=f"{named} .* make the recipes of all sizes from one recipe with leaven trans"
     ) as refusal:
         transfer_of_runs(tmp_path)
-    of_target = named.startswith(("schedule", "data", "start"))
+    of_target = named.startswith(("schedule", "data", "start", "batch"))
     assert ("(with --like, the target keeps its " in str(refusal.value)) == of_target
 
 

@@ -82,6 +82,15 @@ def test_runs_of_other_texts_or_unfinished_ones_get_a_warning(runs):
     assert "the seeds differ" in seeds
 
 
+def test_runs_with_other_ends_of_documents_get_a_warning(runs):
+    recipe = read_recipe(runs / "moved/recipe.toml")
+    write_recipe(recipe.replace({"data.documents": "isolated"}), runs / "moved/recipe.toml")
+    _, compared = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
+    (warning,) = compared.warnings
+    assert warning == "the ends of documents differ, so the losses cannot be compared"
+    assert "data.documents" in {row.path for row in compared.different}
+
+
 def test_a_value_that_a_rewind_changed_within_a_run_is_named(runs):
     change = {"path": "hyperparameters.lr", "before": 0.014, "after": 0.0035}
     rewind = {"event": "rewind", "tokens": 50_000, "to_tokens": 40_000, "changes": [change]}

@@ -18,6 +18,7 @@ from leaven.cli.common import (
     number_above_0,
     option,
     parsed_option,
+    prepare_text,
     print_document,
     require_new,
 )
@@ -26,6 +27,7 @@ from leaven.recipe.files import read_text, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.rules import RULES
 from leaven.views.terminal.checks import memory_screen
+from leaven.views.terminal.console import warn
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
@@ -260,6 +262,11 @@ def duration(
                 "type --set scaling.rule=complete-d-p"
             )
     family, size = options.models(scale)
+    if isinstance(recipe, Recipe):
+        tokens = prepare_text(recipe.data, recipe.model.vocab_size)
+        epochs = max(tokens.epochs(round(recipe.data.tokens * max(durations))).values())
+        if epochs > 1:
+            warn([f"the longest runs read text {epochs:.2g} times, so their loss is not that of new text"])
     document = options.train(lambda store: duration(family, size, durations, lrs, store, seeds=options.seeds))
     measured, more = measured_exponent(document, options.run), []
     if write is not None and measured is not None and isinstance(recipe, Recipe):

@@ -475,7 +475,9 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
 
 # Parts of a recipe that may differ between sizes, by dotted path. All other values must be equal.
 _FREE_BETWEEN_SIZES = {
-    *("name", "why", "layout", "tuning", "batch", "precision", "stability", "evaluation", "average"),
+    *("name", "why", "layout", "tuning", "precision", "stability", "evaluation", "average"),
+    *("batch.tokens", "batch.micro_batch", "batch.stages", "batch.ramp.start_tokens", "batch.ramp.increment_tokens"),
+    "batch.ramp.over_tokens",
     *("data.source", "data.tokenizer", "data.tokens", "data.seed", "data.corrupt_share", "schedule.warmup_tokens"),
     *(f"model.{field}" for field in FREE_FIELDS),
     *("model.experts.d_expert", "scaling.token_exponent_interval"),

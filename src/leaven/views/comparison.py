@@ -22,12 +22,8 @@ from leaven.views.terminal.files import comparison_tables
 
 MOST_RUNS = 9  # the number of colours of the charts
 _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
-    "texts": lambda recipe: sorted((source.source, source.weight) for source in recipe.data.sources),
-    "text keys, held-out texts or ends of documents": lambda recipe: (
-        sorted(str(source.model_dump(exclude={"weight"})) for source in recipe.data.sources),
-        recipe.data.end_of_text,
-    ),
-    "documents (packed or isolated)": lambda recipe: recipe.data.documents,
+    "texts": lambda recipe: sorted(str(source.model_dump()) for source in recipe.data.sources),
+    "ends of documents": lambda recipe: (recipe.data.documents, recipe.data.end_of_text),
     "tokenizers": lambda recipe: recipe.data.tokenizer,
     "vocabulary sizes": lambda recipe: recipe.model.vocab_size,
     "sequence lengths": lambda recipe: recipe.model.seq_len,
