@@ -294,7 +294,7 @@ def test_tokens_of_another_recipe_are_refused(tiny: Recipe, tokens: TokenSet, tm
         for one in (9, 1)
     )
     with refused("tokens were prepared from another data.documents than the recipe's"):
-        train(tiny.replace({"data.documents": "isolated"}), replace(tokens, end_of_text=None), tmp_path / "run")
+        train(tiny.replace({"data.documents": "isolated"}), tokens, tmp_path / "run")
     for vocab_size in (300, 1024):  # the tokenizer is trained, and another one at another size
         with refused("tokens were prepared from another model.vocab_size than the recipe's"):
             train(tiny, prepare(tiny.data, vocab_size), tmp_path / "run")

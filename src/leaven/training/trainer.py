@@ -183,7 +183,7 @@ def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
     different = [f"data.{key}" for key in of_recipe if of_recipe[key] != of_tokens[key]]
     trained = recipe.data.tokenizer == "bpe" and tokens.tokenizer_path is not None
     at_other_size = trained and tokens.model_vocab_size not in {None, recipe.model.vocab_size}
-    if recipe.data.documents == "isolated" and tokens.end_of_text is None:
+    if recipe.data.documents == "isolated" != tokens.data.documents:  # only then must the ends be known
         different.append("data.documents")
     if at_other_size or tokens.vocab_size > recipe.model.vocab_size:
         different.append("model.vocab_size")
