@@ -709,6 +709,14 @@ def test_a_trial_that_is_closed_while_its_result_is_written_is_retried(last: str
     assert [trial.number for trial in found.trials] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_no_point_is_run_twice_with_one_seed_if_the_optimum_is_at_an_end(names: str) -> None:
+    found = search(lambda x: sum((x[name] - 3) ** 2 for name in names), dict.fromkeys(names, (-2, 2)), trials=24)
+    runs = [(tuple(trial.params.values()), trial.seed) for trial in found.trials]
+    assert len(set(runs)) == len(runs)
+    assert max(abs(found.params[name] - 2) for name in names) < 0.2
+
+
 WRONG: list[dict[str, Any]] = [{"loss": None}, {"tokens": "5"}, {"curve": ((1,),)}, {"branches": (("a", "b"),)}]
 
 

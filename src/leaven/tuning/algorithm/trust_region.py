@@ -62,6 +62,9 @@ Array = NDArray[np.float64]
 
 TRUST = 1.0  # steps along each value from the incumbent, within which the surrogate is minimised
 RADIUS = 0.5  # the random move of a proposal, as a share of the difference of the two minima in item 3
+# A proposal that repeats a point, as at an end of the space, is moved at random, by a normal distribution with these
+# standard deviations (steps) in turn, until it is new.
+SPREADS = np.linspace(0, 2 * RADIUS, 10)
 WIDEST = 1.2  # the largest such share while all trials diverge
 DESIGNED = 5  # if at most so many values are searched, each of them is first moved alone
 DESIGN = 0.8, 1.2  # steps: the range of these first moves

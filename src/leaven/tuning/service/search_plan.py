@@ -32,7 +32,7 @@ from leaven.tuning.algorithm.answer import (
     point_to_confirm,
 )
 from leaven.tuning.algorithm.noise import FEWEST_DEGREES, noise_between_seeds
-from leaven.tuning.algorithm.trust_region import RESULTS, RISK, Axes, Region, loss_of, region, results
+from leaven.tuning.algorithm.trust_region import RESULTS, RISK, SPREADS, Axes, Region, loss_of, region, results
 from leaven.tuning.service.stored_study import CONFIRMS, FINAL, FINALIST, Params, StoredTrial, TrialRequest
 from leaven.tuning.service.study_settings import OPTIONS
 from leaven.tuning.study_document import PRUNED, Dimension, covered
@@ -268,6 +268,11 @@ class SearchPlan:
         point = self.axes.params(region.proposal(rng, last=last))
         if last and point in tried:  # too few trials for a prediction; running the point again would be useless
             point = self.axes.params(region.proposal(rng))
+        for spread in SPREADS if (self.axes.levels == 0).any() else ():
+            if point not in tried:
+                break
+            moved = region.proposal(rng) + spread * rng.normal(size=len(self.axes.levels)) * (self.axes.levels == 0)
+            point = self.axes.params(np.clip(moved, region.low, region.high))
         new = self.axes.not_in(tried, point)
 
         def rank(params: Params) -> tuple[bool, float]:

@@ -16,14 +16,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from leaven.errors import InputError
 from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
-from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, Features, region
+from leaven.tuning.algorithm.trust_region import RADIUS, SPREADS, Array, Axes, Features, region
 from leaven.tuning.service.search_loop import HUGE
 
 STEPS = 6  # steps (typical distances of an optimum from the start) into which the range of a number is divided
 FEWEST = 5  # the fewest trials to which the noise is fitted
-# A proposal that repeats a point is moved at random, by a normal distribution with these standard deviations (steps)
-# in turn, until it is new.
-SPREADS = np.linspace(0, 2 * RADIUS, 10)
 NUMBERS = FloatDistribution | IntDistribution
 
 Space = dict[str, BaseDistribution]
