@@ -2,6 +2,7 @@
 process."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.exchange import rank_zero_first
 from leaven.distributed.process_group import join_process_group
 from leaven.recipe.recipe import Recipe
+from leaven.training import trainer
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -39,6 +41,7 @@ def run(recipe: Recipe, folder: Path, stop_after: int = 1_000) -> Reading:
         join_process_group(recipe.layout, torch.device("cpu")) as group,
         patch.object(token_source, "_survey", counted),
         patch.object(readers, "SETTLED_NS", 0),  # the files have just been written
+        patch.object(trainer, "plain_torch", nullcontext),  # keeps float64
     ):
 
         def prepared() -> TokenSet:
