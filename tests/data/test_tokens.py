@@ -243,6 +243,15 @@ def test_a_damaged_tokenizer_is_rebuilt(source: str, prepared: TokenSet, tmp_pat
         assert path.read_bytes() == before
 
 
+def test_a_large_share_for_validation_is_named(tmp_path: Path) -> None:
+    for name, size in (("a", 900), ("b", 30), ("c", 30)):
+        (tmp_path / f"{name}.txt").write_text("some words " * size)
+    (note,) = prepare_data(Data(source=f"{tmp_path}/*.txt", tokens=1), 300, tmp_path / "cache").notes
+    assert re.fullmatch(
+        r".*\*\.txt: \d\d% of the text is for validation, because whole documents .* few or long", note
+    )
+
+
 def test_skipped_documents_are_in_the_notes(tmp_path: Path) -> None:
     rows = [f'{{"text": "word {n}"}}' for n in range(99)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, "{"]))
