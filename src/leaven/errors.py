@@ -10,8 +10,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 # What stands before the password of a URL, also of one that was made a path, with :/ instead of ://. A number after
 # the colon is a port, except in the address of a database.
 _LOGIN = re.compile(
-    r"\b(?:postgres|mysql|mariadb|sqlite|redis|mongodb)[\w+]*:/{1,3}[^\s:/@]*:"
-    r"|:/{1,3}[^\s:/@]*:(?!\d{1,5}[\s,;/?'\"])",
+    r"\b(?:postgres|mysql|mariadb|redis|mongodb)[\w+]*:/{1,3}[^\s:/@]*:"
+    r"|:/{1,3}[^\s:/@\[]*:(?!\s|\d{1,5}(?![\w%+=-]|$))",
     re.IGNORECASE,
 )
 # A quotation mark at the end of an option is not part of its value.

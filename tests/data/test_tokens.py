@@ -341,6 +341,10 @@ def test_windows_of_a_source_that_has_too_few_are_repeated(tmp_path: Path) -> No
     assert said.startswith("the validation loss is the mean of 2 sequences, of which 50% instead of 75% are of ")
     assert said.endswith("/a.jsonl; set evaluation.tokens = 40")
     assert tokens.uneven_validation(10, 40) is None
+    for weights in ((60, 40), (65, 35), (5, 3, 2)):  # what the line proposes is enough
+        mixture = prepare_data(mixed(tmp_path, *weights), 5, tmp_path)
+        said = mixture.uneven_validation(10, 10) or ""
+        assert mixture.uneven_validation(10, int(said.rpartition(" = ")[2])) is None
 
 
 def test_each_source_gives_the_tokenizer_an_equal_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ PLAIN += [
     "token = 3, key=a",
 ]
 PLAIN += ["see http://localhost:6006, or write to a@b.c", "tcp://10.0.0.1:29500 && scp out me@host:/data"]
+PLAIN += ["http://localhost:8080: ask a@b", "(http://host:8080) a@b", "http://[::1]:8080/x a@b", "https://x.org: a@b"]
 PLAIN += ["curl http://h:80/x?a=b -d @file", "from mysql is not a store: postgresql://USER@HOST"]
 PLAIN += ["me@host:5432", "a passwordless login = me", "lines\nand\ttabs, ä 漢字 🙂"]
 

@@ -115,7 +115,7 @@ def test_wandb_keeps_steps_that_are_trained_again(tiny: Recipe, tmp_path: Path) 
     tracker.write(4, 1_024, {"validation/loss": 4})
     assert module.axes == ["*", "tokens"]
     assert [point["tokens"] for point in module.points.values()] == [256, 512, 768, 1_024, 768, 1_024]
-    assert module.points[6] == {"tokens": 1_024, "train/loss": 4, "validation/loss": 4}
+    assert module.points[6] == {"tokens": 1_024, "step": 4, "train/loss": 4, "validation/loss": 4}
     tracker = Tracker(module, run, tiny)
     for step in (4, 5):
         tracker.write(step, 256 * step, {"train/loss": step})

@@ -1202,8 +1202,11 @@ def test_no_secret_of_a_command_file_is_printed_or_on_its_page(write: Write, mon
 @pytest.mark.parametrize(
     ("name", "secret"),
     [
-        *((name, True) for name in ("HF_TOKEN", "TOKEN", "WANDB_API_KEY", "db_password", "APIKEY")),
-        *((name, False) for name in ("PAD_TOKEN", "MONKEY", "PWD", "KEY", "TOKENS")),
+        *(
+            (name, True)
+            for name in ("HF_TOKEN", "TOKEN", "HFTOKEN", "WANDB_API_KEY", "OPENAI_KEY", "PGPASSWORD", "APIKEY")
+        ),
+        *((name, False) for name in ("PAD_TOKEN", "MAX_TOKEN", "MONKEY", "PWD", "SORT_KEY", "TOKENS")),
     ],
 )
 def test_secrets_of_an_environment_are_known_by_their_names(name: str, secret: bool) -> None:

@@ -18,7 +18,6 @@ from leaven.cli.common import (
     number_above_0,
     option,
     parsed_option,
-    prepare_text,
     print_document,
     require_new,
 )
@@ -246,6 +245,7 @@ def duration(
     ] = None,
 ) -> None:
     """Check that the best lr changes with the run length as the rule says, and measure the rule's token_exponent."""
+    from leaven.data.tokens import prepare
     from leaven.verification.duration import duration, measured_exponent
 
     subject, recipe = options.subject, options.read()
@@ -263,7 +263,7 @@ def duration(
             )
     family, size = options.models(scale)
     if isinstance(recipe, Recipe):
-        tokens = prepare_text(recipe.data, recipe.model.vocab_size)
+        tokens = prepare(recipe.data, recipe.model.vocab_size)  # again, from the cache
         epochs = max(tokens.epochs(round(recipe.data.tokens * max(durations))).values())
         if epochs > 1:
             warn([f"the longest runs read text {epochs:.2g} times, so their loss is not that of new text"])

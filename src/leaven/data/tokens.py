@@ -5,7 +5,6 @@ hashes of source files), ``tokenizers``, and ``tokens`` (one folder for each pai
 Sources with token ids are read from their own files (:mod:`leaven.data.token_source`).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,6 +34,7 @@ FORMAT = 3
 
 
 LARGE_SHARE = 0.2  # a larger share of a text for validation is named; usual is a twentieth
+MOST_WINDOWS = 1_000  # validation windows; a line proposes no more
 UNEVEN = 0.05  # a larger difference between the shares of a source in validation and training is named
 
 
@@ -93,25 +93,39 @@ class TokenSet:
     def uneven_validation(self, seq_len: int, limit_tokens: int) -> str | None:
         """Return a line if the validation windows are too few for the proportions of the sources, else None."""
         numbers = [len(windows) for windows in self._windows_by_source(seq_len, limit_tokens)]
+        if self._even(numbers):
+            return None
         shares = [number / sum(numbers) for number in numbers]
         worst = max(range(len(shares)), key=lambda at: abs(shares[at] - self.proportions[at]))
-        if abs(shares[worst] - self.proportions[worst]) <= UNEVEN:
-            return None
-        enough = math.ceil(seq_len / min(self.proportions))
+        enough = (n * seq_len for n in range(sum(numbers) + 1, MOST_WINDOWS))
+        better = next((limit for limit in enough if self._even(self._wanted(seq_len, limit))), None)
         return (
             f"the validation loss is the mean of {sum(numbers)} sequences, of which {shares[worst]:.0%} instead of "
-            f"{float(self.proportions[worst]):.0%} are of {self.names[worst]}; set evaluation.tokens = {enough:_}"
-        )
+            f"{float(self.proportions[worst]):.0%} are of {self.names[worst]}"
+        ) + (f"; set evaluation.tokens = {better:_}" if better else "")
+
+    def _wanted(self, seq_len: int, limit_tokens: int) -> list[int]:
+        """Return the number of validation windows of each source within ``limit_tokens``, if there is enough text."""
+        return [max(int(limit_tokens * share) // seq_len, 1) for share in self.proportions]
+
+    def _even(self, numbers: Sequence[int]) -> bool:
+        total, pairs = sum(numbers), zip(numbers, self.proportions, strict=True)
+        return all(abs(number / total - share) <= UNEVEN for number, share in pairs)
 
     def _windows_by_source(self, seq_len: int, limit_tokens: int) -> list[NDArray[np.int64]]:
-        wanted = [max(int(limit_tokens * share) // seq_len, 1) for share in self.proportions]
+        wanted = self._wanted(seq_len, limit_tokens)
         found = [
             validation_windows(source.validation, seq_len, int(limit_tokens * share))
             for source, share in zip(self.sources, self.proportions, strict=True)
         ]
-        fullest = max(len(windows) / number for windows, number in zip(found, wanted, strict=True))
-        numbers = [max(round(fullest * number), len(windows)) for windows, number in zip(found, wanted, strict=True)]
-        return [np.resize(windows, (number, seq_len + 1)) for windows, number in zip(found, numbers, strict=True)]
+        scale = max(len(windows) / number for windows, number in zip(found, wanted, strict=True))
+        while True:
+            numbers = [
+                max(round(scale * number), len(windows)) for windows, number in zip(found, wanted, strict=True)
+            ]
+            if scale >= 1 or self._even(numbers):
+                return [np.resize(windows, (n, seq_len + 1)) for windows, n in zip(found, numbers, strict=True)]
+            scale = min(2 * scale, 1.0)
 
     def epochs(self, tokens: int) -> dict[str, float]:
         """Return {source name: number of epochs} for a run of ``tokens`` tokens."""

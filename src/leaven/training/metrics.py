@@ -367,7 +367,7 @@ class Tracker:
             if step + self._later < self._last:
                 self._later = self._last + 1 - step
             self._last = step + self._later
-        self._module.log({"tokens": tokens, **values}, step=step + self._later)
+        self._module.log({"tokens": tokens, "step": step, **values}, step=step + self._later)
 
     def close(self) -> None:
         self._module.finish()

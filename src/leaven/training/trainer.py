@@ -183,7 +183,9 @@ def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
     different = [f"data.{key}" for key in of_recipe if of_recipe[key] != of_tokens[key]]
     trained = recipe.data.tokenizer == "bpe" and tokens.tokenizer_path is not None
     at_other_size = trained and tokens.model_vocab_size not in {None, recipe.model.vocab_size}
-    if recipe.data.documents == "isolated" != tokens.data.documents:  # only then must the ends be known
+    # The ends of documents of text are always known, those of token ids only if they were asked for.
+    of_ids = any(source.train_bytes == 0 for source in tokens.sources)
+    if of_ids and recipe.data.documents == "isolated" != tokens.data.documents:
         different.append("data.documents")
     if at_other_size or tokens.vocab_size > recipe.model.vocab_size:
         different.append("model.vocab_size")

@@ -69,8 +69,9 @@ def _text(text: str) -> str:
 
 # Names of environment variables with secrets, such as WANDB_API_KEY and HF_TOKEN, but not PAD_TOKEN.
 _SECRET = re.compile(
-    r"(?:^|_)(?:(?:API|ACCESS|SECRET|PRIVATE)_?KEY|SECRET|PASSW(?:OR)?D|CREDENTIALS?)$|_PWD$"
-    r"|(?:^|_)(?<!PAD_)(?<!BOS_)(?<!EOS_)(?<!UNK_)(?<!SEP_)(?<!CLS_)(?<!MASK_)TOKEN$",
+    r"(?:PASSW(?:OR)?D|SECRET|CREDENTIALS?|_PWD|(?:API|ACCESS|SECRET|PRIVATE)KEY|^KEY|(?<!SORT)(?<!PARTITION)_KEY"
+    r"|(?<!PAD_)(?<!BOS_)(?<!EOS_)(?<!EOT_)(?<!END_)(?<!STOP_)(?<!UNK_)(?<!SEP_)(?<!CLS_)(?<!MASK_)(?<!MAX_)(?<!NUM_)"
+    r"(?<!IMAGE_)TOKEN)$",
     re.IGNORECASE,
 )
 
