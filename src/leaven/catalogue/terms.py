@@ -110,8 +110,8 @@ def diff_in_terms(
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
     if isinstance(a, Recipe) and isinstance(b, Recipe):
-        # Part of a value in TERMS, such as grad_clip.limit, counts only if the value itself is equal.
-        shown = tuple(f"{path}." for path, own, other, _ in rows if own != other)
+        # Part of a value in TERMS, such as grad_clip.limit, is left out if the value itself says what differs.
+        shown = tuple(f"{path}." for path, own, other, _ in rows if own != other and None not in {own, other})
         set_in_a, set_in_b = (one.model_dump(exclude=NOT_NUMBERS, exclude_defaults=True) for one in (a, b))
         whole_a, whole_b = (flatten(one.model_dump()) for one in (a, b))
         rows += [

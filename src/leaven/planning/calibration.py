@@ -155,10 +155,8 @@ def calibration(
     ``params`` and ``layout`` belong to the plan. ``step_seconds`` is the uncorrected time of a step, and is copied to
     the result.
     """
-    found, device = (
-        list[tuple[bool, float, CalibrationRecord, StepCost]](),
-        processor() if accelerator == "cpu" else None,
-    )
+    found: list[tuple[bool, float, CalibrationRecord, StepCost]] = []
+    device = processor() if accelerator == "cpu" else None
     for record in records:
         ratio = max(record.model.params, params) / min(record.model.params, params)
         alike = record.accelerator == accelerator and device in {None, record.device} and record.compute == compute
