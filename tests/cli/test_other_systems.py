@@ -51,7 +51,8 @@ def elsewhere(tmp_path: Path) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(HIDING)
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    # A cache of its own: without flock, the lock files that flock left in the cache of other tests look held.
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "LEAVEN_CACHE": str(tmp_path / "cache")}
 
 
 @pytest.mark.long
