@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +334,37 @@ def test_a_full_disk_does_not_stop_a_run(
             event for event, _ in reported if event not in {"unwritten", "waits"}
         ]
         assert len(run.metrics()) == run.metrics()[-1]["step"]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["checkpoint", "lines"])
+def test_a_run_that_waits_at_its_end_for_a_full_disk_can_be_stopped(
+    tmp_path: Path, run_once: Callable[..., Result], elsewhere: bool
+) -> None:
+    """It can be resumed like any stopped run, also if its checkpoints are on another disk."""
+    with small_disk(tmp_path, "2m") as disk:
+        if elsewhere:
+            (tmp_path / "checkpoints").mkdir()
+            (disk / "run").mkdir()
+            write_recipe(recipe(), disk / "run" / "recipe.toml")
+            (disk / "run" / "checkpoints").symlink_to(tmp_path / "checkpoints")
+        seen = list[str]()
+
+        def on_step(step: Step) -> None:
+            if step.step == 40:
+                fill(disk / "ballast")
+
+        stopped = train(
+            recipe(),
+            text(),
+            disk / "run",
+            on_step=on_step,
+            on_event=lambda event, values: seen.append(event),
+            stop=lambda: "waits" in seen,
+        )
+        assert not stopped.finished
+        assert "lines_lost" in seen
+        assert (stopped.unsaved is None) == elsewhere
+        (disk / "ballast").unlink()
+        lost = pytest.warns(UserWarning, match="metrics.jsonl is not as the run wrote it")
+        with lost if elsewhere else nullcontext():  # else the steps are trained again
+            assert train(recipe(), text(), disk / "run").loss == run_once(text())[0]

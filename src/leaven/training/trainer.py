@@ -441,11 +441,13 @@ class RunTrainer:
                     self.checkpoints.save_last()
             raise
         error = self.checkpoints.save_last()
-        if result is None:
+        if result is not None:
+            error = self._save_when_possible(error, stop)
+        if result is None or (error is not None and stop()):
             self.event("stop", why="interrupted")
             self._tell_if(self.lines.unwritten, "lines_lost")
             return _summary(self.run, self.training.progress, None, error)
-        if (error := self._save_when_possible(error, stop)) is not None:
+        if error is not None:
             raise self._unsaved(error)
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
@@ -456,6 +458,9 @@ class RunTrainer:
         while self.group.any(self.lines.no_room) and not stop():
             time.sleep(SHORT_PAUSE)
             self.lines.write_waiting()
+        if self.group.any(self.lines.no_room):  # stopped meanwhile
+            self._tell_if(self.lines.unwritten, "lines_lost")
+            return _summary(self.run, self.training.progress, None)
         self.lines.require_written()
         if self.group.is_first:
             _report_changed_files(self.run, self.training.tokens, self._on_event)
