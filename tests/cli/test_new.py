@@ -54,8 +54,9 @@ def test_a_text_a_machine_and_an_evening_are_enough(
     code, said, err = leaven("new", "mine.toml", "--source", "mine.txt", "--time", "3h", *gpus)
     assert (code, err) == (0, "")
     recipe = read_recipe(Path("mine.toml"))
-    assert recipe.data.tokens == pytest.approx(4 * 640_000 / 3.75, rel=0.01)
-    assert "the text has about 171 k tokens, too few for the given time" in said
+    assert recipe.model.vocab_size == 512
+    assert recipe.data.tokens == pytest.approx(4 * 640_000 / 1.95, rel=0.01)
+    assert "the text has about 328 k tokens, too few for the given time" in said
     plan, check, *_ = (shlex.split(line.removeprefix("next"))[1:] for line in said.splitlines()[-3:])
     assert plan == ["plan", "mine.toml", "--gpus", *(["1xRTX-4090-24GB"] if gpus else ["cpu", "--measure"])]
     assert leaven(*plan[:4])[0] == 0

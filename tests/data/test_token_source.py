@@ -27,7 +27,7 @@ from tests.errors import refused
 from leaven.data.corpus import open_corpora
 from leaven.data.file_tokens import FileTokens
 from leaven.data.shards import ShardedTokens, TokenRange
-from leaven.data.sources import estimated_tokens
+from leaven.data.sources import TextSize, text_size
 from leaven.data.stream import Mixture, Stream
 from leaven.data.token_source import LONGEST_END, DocumentTokens
 from leaven.data.tokens import TokenSet
@@ -62,7 +62,7 @@ def test_ids_without_documents_are_cut_once(name: str, tmp_path: Path, prepare: 
     # The same samples as of an array in memory, in an order of their own in each epoch.
     wanted = Stream(np.array(ids[:cut]), 16, 5)
     assert np.array_equal(found.stream(16, 5).batch(0, 700), wanted.batch(0, 700))
-    assert estimated_tokens(DataSource(source=str(tmp_path / name))) == len(ids)
+    assert text_size(DataSource(source=str(tmp_path / name))) == TextSize(ids=len(ids))
 
 
 @pytest.mark.parametrize("name", WITH_DOCUMENTS)
@@ -616,3 +616,13 @@ def test_32_bit_files_are_read_with_their_dtype(tmp_path: Path, prepare: Any) ->
     assert [*found.train[:], *found.validation[:]] == flat(texts)
     assert not found.notes
     assert "read as uint16" in prepare(nanogpt(tmp_path / "b.bin", TEXTS)).notes[0]
+
+
+def test_text_has_fewer_tokens_with_a_larger_vocabulary() -> None:
+    """Counts of tinyshakespeare (1.1 MB) by BPEs that were trained on it, with the package tokenizers."""
+    counted = {256: 1_115_394, 512: 575_345, 1_024: 459_792, 4_096: 344_092, 16_384: 302_976}
+    text = TextSize(1_115_394)
+    for vocab_size, count in counted.items():
+        assert text.tokens(vocab_size) == pytest.approx(count, rel=0.1)
+    sizes = [text.tokens(size) for size in (100, 256, 300, 600, 5_000, 40_000, 10**6)]
+    assert sizes == sorted(sizes, reverse=True)

@@ -104,7 +104,7 @@ def test_laws_by_which_nothing_fits_are_refused_with_a_reason() -> None:
 def test_a_time_gives_the_size_and_tokens_that_the_budget_gives() -> None:
     row = next(row for row in budget("1xRTX-4090 x 3h").rows if row.law == "20 tokens a parameter")
     cluster = parse_cluster("1xRTX-4090")
-    for text_tokens in (None, 10**12):
+    for text_tokens in (None, lambda vocab: 10**12):
         params, tokens, fit = size_for_time(cluster, "3h", text_tokens)
         assert (params, tokens) == (pytest.approx(row.params, rel=0.05), pytest.approx(row.tokens, rel=0.05))
         assert tokens == pytest.approx(20 * params, rel=0.01)
@@ -121,11 +121,23 @@ def test_the_plan_of_the_new_recipe_takes_the_time_that_was_asked_for(options: d
 
 def test_a_short_text_is_repeated_four_times_at_most_and_ends_the_run_earlier() -> None:
     cluster = parse_cluster("1xRTX-4090")
-    params, tokens, fit = size_for_time(cluster, "3h", 10**7)
+    params, tokens, fit = size_for_time(cluster, "3h", lambda vocab: 10**7)
     assert (params, tokens, fit.text_tokens) == (2 * 10**6, 4 * 10**7, 10**7)
     assert 0 < fit.seconds < 3 * 3600 / 100
-    tiny, few, _ = size_for_time(cluster, "3h", 10**5)
+    tiny, few, _ = size_for_time(cluster, "3h", lambda vocab: 10**5)
     assert (tiny, few) == (250_000, 4 * 10**5)
+
+
+def test_a_short_text_is_counted_with_the_vocabulary_of_the_smaller_model() -> None:
+    counted = list[int]()
+
+    def text_tokens(vocab: int) -> int:
+        counted.append(vocab)
+        return 10**7 if vocab > 10_000 else 2 * 10**7
+
+    _, tokens, fit = size_for_time(parse_cluster("1xRTX-4090"), "3h", text_tokens)
+    assert counted[0] > 10_000 > counted[-1]
+    assert (tokens, fit.text_tokens) == (8 * 10**7, 2 * 10**7)
 
 
 @pytest.mark.parametrize("time", ["3", "h", "0h", "-2h", "3m", "1e3h", ""])

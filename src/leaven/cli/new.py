@@ -20,7 +20,7 @@ from leaven.cli.common import (
     require_alone,
     require_new,
 )
-from leaven.data.sources import estimated_tokens
+from leaven.data.sources import text_size
 from leaven.data.token_files import TOKEN_SUFFIXES
 from leaven.documents.planning import AdoptedRecipe
 from leaven.errors import InputError
@@ -118,7 +118,8 @@ def new(
             f"{source} has token ids; add --vocab COUNT, the size of the vocabulary they were written with"
         )
     mixture = _mixture(context, experts, active)
-    text_tokens = None if source == "python-stdlib" else estimated_tokens(DataSource(source=source))
+    size = None if source == "python-stdlib" else text_size(DataSource(source=source))
+    text_tokens = size.tokens if size is not None else None
     fit = None
     if time is not None:
         require_alone(context, "--time", "params tokens from_run")

@@ -168,9 +168,7 @@ def check(
     overrides: SetOption = None,
     corpus_tokens: Annotated[
         int | None,
-        count_option(
-            "Size of the text in tokens, e.g. 25B.", "estimated from the local files at 3.75 bytes per token"
-        ),
+        count_option("Size of the text in tokens, e.g. 25B.", "estimated from the local files"),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -188,7 +186,7 @@ def check(
     of_text = corpus_tokens
     if not of_text:
         try:
-            of_text = text_tokens(read.data.sources)
+            of_text = text_tokens(read.data.sources, read.model.vocab_size)
         except InputError as error:
             warn([f"{error}; the number of epochs is not checked"])
     found = findings(read, adamw_rows, of_text)

@@ -1,11 +1,13 @@
 """Find the files or the data set that a source of a recipe names."""
 
+import math
 import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +34,9 @@ SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
 """Shakespeare's plays in 133 documents, 1.1 MB in the public domain. The selection is that of "tinyshakespeare"
 (Karpathy 2015, github.com/karpathy/char-rnn)."""
 
-BYTES_PER_TOKEN = 3.75
-"""Typical number of bytes of a token, measured on python-stdlib with a BPE of a few thousand tokens (docs/log.md)."""
+BYTES_PER_TOKEN = {256: 1.0, 512: 1.95, 1024: 2.5, 2048: 3.0, 4096: 3.5, 8192: 3.8, 16384: 4.0, 32768: 4.1}
+"""Typical number of bytes of a token, by vocabulary size: medians of BPEs trained on Python's standard library,
+on its enhancement proposals, and on Shakespeare (docs/log.md)."""
 # Typical bytes of text per byte of a compressed file.
 _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 
@@ -168,27 +171,46 @@ def refuse_repeated_files(sources: Mapping[str, SourceParts]) -> None:
             own.add(real)
 
 
-def estimated_tokens(source: DataSource) -> int | None:
-    """Return the number of tokens of a source, or None for an hf:// source. Text is estimated from file sizes.
+class TextSize(NamedTuple):
+    """The size of training text: bytes of text (uncompressed), and token ids."""
+
+    size: float = 0.0
+    ids: int = 0
+
+    def tokens(self, vocab_size: int) -> int:
+        """Return the number of tokens, for text an estimate with a typical vocabulary of this size."""
+        return max(round(self.size / bytes_per_token(vocab_size)), 1) if self.size else self.ids
+
+
+def bytes_per_token(vocab_size: int) -> float:
+    """Return the typical number of bytes of a token, interpolated over the logarithm of the vocabulary's size."""
+    for (small, least), (large, most) in pairwise(BYTES_PER_TOKEN.items()):
+        if vocab_size <= large:
+            return least + (most - least) * max(math.log(vocab_size / small) / math.log(large / small), 0.0)
+    return most
+
+
+def text_size(source: DataSource) -> TextSize | None:
+    """Return the size of a source, or None for an hf:// source. Sizes of compressed files are estimated.
     Raise InputError if the source cannot be used, or if all its text files are empty."""
     if source.source.startswith(SCHEME):
         return None
     parts = source_parts(source)
     if parts.ids:
-        return sum(len(opened(part)) for part in parts.ids)
+        return TextSize(ids=sum(len(opened(part)) for part in parts.ids))
     size = sum(part.size * _UNPACKED.get(Path(part.key).suffix, 1.0) for part in parts.texts)
     if not size:
         raise InputError(f"data.source {source.source!r} is empty; give files that contain text")
-    return max(round(size / BYTES_PER_TOKEN), 1)
+    return TextSize(size)
 
 
-def text_tokens(sources: Sequence[DataSource]) -> int | None:
+def text_tokens(sources: Sequence[DataSource], vocab_size: int) -> int | None:
     """Return the total number of tokens of ``sources``, an estimate for text. Return None if a source is
     python-stdlib or an hf:// address."""
     if any(source.source == "python-stdlib" for source in sources):
         return None
-    sizes = [estimated_tokens(source) for source in sources]
-    known = [size for size in sizes if size is not None]
+    sizes = [text_size(source) for source in sources]
+    known = [size.tokens(vocab_size) for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 

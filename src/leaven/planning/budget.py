@@ -104,7 +104,7 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
 def size_for_time(
     cluster: Cluster,
     time: str,
-    text_tokens: int | None,
+    text_tokens: Callable[[int], int] | None,
     *,
     vocab: int | None = None,
     seq_len: int | None = None,
@@ -112,7 +112,8 @@ def size_for_time(
 ) -> tuple[int, int, TimeFit]:
     """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
-    A text of ``text_tokens`` tokens is read at most 4 times (`MOST_EPOCHS`), so a short text gives a smaller model.
+    ``text_tokens`` returns the number of tokens of the text with a vocabulary of a given size. The text is read at
+    most 4 times (`MOST_EPOCHS`), so a short one gives a smaller model.
     Earlier runs on the same accelerator correct the planned speed. For ``on_fault``, see
     :func:`leaven.planning.calibration.history`.
     Raise InputError if ``time`` is not a time such as ``3h``, or no model can be trained in it.
@@ -126,10 +127,16 @@ def size_for_time(
     except InputError as error:
         raise InputError(f"--time {time}: {error}") from None
     params, tokens, short = full.params, full.tokens, None
-    if text_tokens is not None and tokens > MOST_EPOCHS * text_tokens:
-        tokens, short = MOST_EPOCHS * text_tokens, text_tokens
-        params = min(max(tokens / RULE_OF_THUMB, _LEAST_FOR_TEXT), params)
-        seconds = 6 * params * tokens / speeds.at(params, tokens).flops
+    at = speeds.at(params, tokens)
+    # Again, because a smaller model has a smaller vocabulary, with which the text has more tokens.
+    for _ in range(2):
+        if text_tokens is None or full.tokens <= MOST_EPOCHS * text_tokens(at.shape.vocab_size):
+            break
+        short = text_tokens(at.shape.vocab_size)
+        tokens = MOST_EPOCHS * short
+        params = min(max(tokens / RULE_OF_THUMB, _LEAST_FOR_TEXT), full.params)
+        at = speeds.at(params, tokens)
+        seconds = 6 * params * tokens / at.flops
     fit = TimeFit(cluster=str(cluster), seconds=seconds, text_tokens=short)
     return round(params), int(float(f"{tokens:.3g}")), fit
 

@@ -39,7 +39,7 @@ class StarterRequest:
     reference: str | None = None  # ``--from``: id of a published run whose values replace the votes of many runs
     gpus: int = 1  # number of GPUs over which the batch must divide
     proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
-    text_tokens: int | None = None  # tokens of the text, if known
+    text_tokens: Callable[[int], int] | None = None  # tokens of the text by size of the vocabulary, if known
     experts: tuple[int, int] | None = None  # number of experts in a layer, and how many of them a token uses
 
     @property

@@ -166,7 +166,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
     draft.decide("data.source", request.source, stand_in=stand_in)
     draft.decide("data.tokenizer", "bpe")
     # Epochs of the text; None if at most one, or if the length of the text is unknown.
-    text = STDLIB_TOKENS if stand_in else request.text_tokens
+    text = STDLIB_TOKENS if stand_in else request.text_tokens and request.text_tokens(model.vocab_size)
     epochs = request.tokens / max(text, 1) if text is not None and request.tokens > text else None
     many = epochs is not None and epochs > MOST_EPOCHS
     draft.step(
