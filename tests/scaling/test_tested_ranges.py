@@ -3,7 +3,7 @@
 import pytest
 
 from leaven.recipe.recipe import Recipe, RuleName
-from leaven.scaling.tested_ranges import TESTED, unlike, warnings
+from leaven.scaling.tested_ranges import TESTED, unlike, unlike_schedule, warnings
 from leaven.scaling.transfer import transfer
 
 
@@ -143,3 +143,16 @@ def test_sizes_that_no_rule_scales_with(tiny: Recipe) -> None:
     (one,) = unlike(known, tiny.replace({"model.vocab_size": 640}))
     assert (one.about, one.value, one.limit) == ("vocab_size", 640, 320)
     assert "a vocabulary of 320, and this one has 640" in one.message
+
+
+def test_a_schedule_with_another_mean_lr(tiny: Recipe) -> None:
+    tuned = tiny.replace({"schedule": {"decay": "wsd", "min_lr_ratio": 0.0, "decay_ratio": 0.2}})
+    (one,) = unlike_schedule(tuned, tiny.replace({"schedule": {"decay": "linear", "min_lr_ratio": 0.0}}))
+    # Shares of the peak: a triangle, and 1 until the cooldown, whose 1 - sqrt(p) has the mean 1/3.
+    assert (one.about, one.value, one.limit) == (
+        "schedule",
+        pytest.approx(0.5),
+        pytest.approx(0.8 + 0.2 / 3, abs=0.01),
+    )
+    assert "(wsd) whose mean lr is 87% of the peak, and with the schedule here (linear) it is 50%" in one.message
+    assert unlike_schedule(tuned, tuned.replace({"data.tokens": 10 * tuned.data.tokens})) == []

@@ -223,6 +223,10 @@ def test_a_centre_with_which_the_study_did_not_begin_is_refused(folder: Path, ti
 
 def test_another_vocabulary_than_the_earlier_study_had_is_a_warning(folder: Path, tiny: Recipe) -> None:
     assert unlike_earlier(folder, space(tiny, LR)) == []
+    (warning,) = unlike_earlier(folder, space(tiny.replace({"data.source": "other.txt"}), LR))
+    assert f"its text is {tiny.data.source}, and that of this recipe is other.txt" in warning
+    (warning,) = unlike_earlier(folder, space(tiny.replace({"schedule": {"decay": "constant"}}), LR))
+    assert "with the schedule here (constant) it is 100%" in warning
     (warning,) = unlike_earlier(folder, space(tiny.replace({"model.vocab_size": 640}), LR))
     assert warning.startswith(f"--from-study {folder}: the values are from a model with a vocabulary of 320")
 

@@ -107,7 +107,8 @@ class Stability(Part):
 class EvaluationSettings(Part):
     """How often the validation loss is computed, and on how many tokens. A finished run ends with an evaluation."""
 
-    tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the validation split
+    # Tokens of one evaluation, spread evenly over the validation split; all of it if it has fewer.
+    tokens: int = Field(default=131_072, gt=0)
     every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: 1/10 of the run
 
 

@@ -4,6 +4,7 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from leaven.catalogue.findings import CHECKS
@@ -31,6 +32,8 @@ MUON_FACTOR = 4.0
 # to change with the ratio to these powers (docs/log.md, 29 November 2026: width 32 to 256, 2 to 16 layers, alpha 1).
 OUTPUT_NORM_FACTOR = 2.0
 OUTPUT_NORM_EXPONENTS = {"width": -0.22, "depth": -0.34}
+# Warn if the mean lr of two runs, as a share of the peak, differs by more than this factor.
+MEAN_LR_FACTOR = 1.1
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
 # Warn above this init std, in units of sqrt(1 / (3 d_model)). Runs at 2.5 trained (std 0.02 at width 5,120: OLMo 2
@@ -75,6 +78,18 @@ def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
     pairs = [(name, value, source.get(name)) for name, value in sizes.items()]
     return [_caution(name, value, there) for name, value, there in pairs if there and value != there]
+
+
+def unlike_schedule(before: Recipe, after: Recipe) -> list[CautionRow]:
+    """Return a warning if values come from ``before``, and its mean lr, as a share of the peak, is not that of
+    ``after``."""
+    there, here = (
+        fmean(run.schedule.multiplier(share / 100 * run.data.tokens, run.data.tokens) for share in range(1, 100))
+        for run in (before, after)
+    )
+    if 1 / MEAN_LR_FACTOR <= here / there <= MEAN_LR_FACTOR:
+        return []
+    return [_caution("schedule", here, there, before=before.schedule, after=after.schedule)]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:

@@ -26,7 +26,7 @@ from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.units import listed
-from leaven.scaling.tested_ranges import unlike
+from leaven.scaling.tested_ranges import unlike, unlike_schedule
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.command import CommandFile, CommandSpace, is_command_file
@@ -80,11 +80,19 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
-    """Return warnings if the study in ``folder`` had another vocabulary or sequence length, or other values."""
+    """Return warnings if the study in ``folder`` had another vocabulary, sequence length, schedule or text, or other
+    values."""
     what = f"--from-study {folder}"
     if isinstance(space, Space):
-        model = read_recipe(folder / "centre.toml").model
-        return [f"{what}: {one.message}" for one in unlike(dict(model), space.recipe)]
+        there, here = read_recipe(folder / "centre.toml"), space.recipe
+        messages = [one.message for one in (*unlike(dict(there.model), here), *unlike_schedule(there, here))]
+        texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
+        if texts[0] != texts[1]:
+            messages.append(
+                f"its text is {texts[0]}, and that of this recipe is {texts[1]}; values carry over only if the texts "
+                "are of one kind"
+            )
+        return [f"{what}: {message}" for message in messages]
     before = {d.path for d in read_document(folder).dimensions}
     missing = sorted(set(space.paths) - before)
     if not missing:
