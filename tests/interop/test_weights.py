@@ -1,6 +1,7 @@
 """Weights in Hugging Face's format, compared with ``transformers``: logits equal to 1e-5, or 1e-10 in float64."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -623,6 +624,11 @@ def test_other_names_of_keys_are_read(tmp_path: Path, name: str, key: str, value
     draft = Draft("x")
     draft.set_architecture(read_config(tmp_path / "config.json"), "config.json")
     assert f"{key} of config.json" in draft.why.values()
+
+
+def test_a_nan_is_not_two_values_of_one_key() -> None:
+    with refused("vocab_size = nan"):
+        shape_of(ARCHITECTURES[0], {"vocab_size": math.nan})
 
 
 def test_both_spellings_of_rope_theta_are_read_as_transformers_does(tmp_path: Path) -> None:

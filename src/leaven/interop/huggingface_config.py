@@ -89,9 +89,12 @@ def given_keys(architecture: Architecture, config: Config) -> Config:
     stated: Config = {}
     for key, value in config.items():
         name = architecture.aliases.get(key, key)
-        if value is not None and stated.setdefault(name, value) != value:
+        if value is None:
+            continue
+        if name in stated and stated[name] != value:
             other = next(old for old in config if old != key and architecture.aliases.get(old, old) == name)
             raise InputError(f"{other} = {stated[name]!r} and {key} = {value!r} mean the same; remove one")
+        stated[name] = value
     given = architecture.defaults | stated
     for key in (theirs for ours in (*implied(1, 1), *_OPTIONAL) for theirs in architecture.keys.get(ours, ())):
         if config.get(key, ...) is None:  # null replaces the default, a missing key does not
