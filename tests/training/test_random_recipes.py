@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import warnings
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +154,19 @@ def interrupted(recipe: Recipe, tokens: TokenSet, folder: Path, draw: random.Ran
         nonlocal left
         left -= 1
 
-    while True:
+    def stop() -> bool:
+        return left <= 0
+
+    for start in count():
         left = draw.randrange(1, 12)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what `disturb` did
-            ended = train(recipe, tokens, folder, on_step=on_step, stop=lambda: left <= 0, history=False)
+            ended = train(recipe, tokens, folder, on_step=on_step, stop=stop, history=False)
         if ended.finished:
             return ended.loss, ended.averaged_loss
-        disturb(RunFolder(folder), draw)
+        if start < 20:
+            disturb(RunFolder(folder), draw)
+    raise AssertionError
 
 
 def trained_steps(folder: Path) -> list[tuple[object, ...]]:
