@@ -1,7 +1,9 @@
 import math
 
 import pytest
+from tests.errors import refused
 
+from leaven.catalogue.terms import read
 from leaven.errors import InputError
 from leaven.recipe.batch import Ramp
 from leaven.recipe.recipe import Average, Recipe, differences
@@ -129,7 +131,8 @@ def test_transfer_like_keeps_everything_of_the_target_but_tuned_values(tiny: Rec
 
 
 def test_searched_warm_up_and_batch_move_with_the_scale(tiny: Recipe, target: Recipe) -> None:
-    why = {"schedule.warmup_tokens": "study tiny, trial 3", "batch.tokens": "study tiny, trial 3"}
+    why = {"schedule.warmup_tokens": "study tiny, trial 3"}
+    why["batch.tokens"] = "study tiny, trial 3; the start's 256 costs +0.01"
     changes = {"schedule.warmup_tokens": 2_048, "batch.tokens": 512, "schedule.min_lr_ratio": 0.3, "why": why}
     big = transfer_like(tiny.replace(changes | {"scaling.base": tiny.base.model_dump()}), target)
     assert big.schedule.warmup_tokens == 163_840 // 5  # a fifth of the run, as in the proxy
@@ -142,10 +145,30 @@ def test_searched_warm_up_and_batch_move_with_the_scale(tiny: Recipe, target: Re
 def test_a_number_of_tokens_that_the_study_left_at_its_start_is_the_targets(tiny: Recipe, target: Recipe) -> None:
     target = target.replace({"schedule.warmup_tokens": 16_385, "why": {"schedule.warmup_tokens": "5%"}})
     tuned = tiny.replace({"scaling.base": tiny.base.model_dump()})
-    why = dict.fromkeys(("schedule.warmup_tokens", "batch.tokens", "hyperparameters.lr"), "study tiny, trial 3")
+    searched = ("schedule.warmup_tokens", "batch.tokens", "hyperparameters.lr")
+    why = dict.fromkeys(searched, "study tiny, trial 3; as at the start")
     big = transfer_like(tuned.replace({"why": why}), target)
     assert (big.schedule, big.batch, big.why["schedule.warmup_tokens"]) == (target.schedule, target.batch, "5%")
     assert "batch.tokens" not in big.why
+
+
+@pytest.mark.parametrize(("path", "at"), [("batch.tokens", 128), ("data.tokens", 5_120)])
+def test_the_start_of_a_study_is_read_from_its_reason(tiny: Recipe, target: Recipe, path: str, at: int) -> None:
+    """The study may have had another batch and length than the base, and any number of steps."""
+    base = {"scaling.base": tiny.base.model_dump()}
+    tuned = tiny.replace(base | {path: 3 * at, "why": {path: f"study tiny, trial 3; the start's {at:,} costs +0.01"}})
+    big = transfer_like(tuned, target)
+    assert read(big, path) == 3 * read(target, path)
+    assert big.why[path].endswith(f"at this size, the start has {read(target, path):,}")
+    # The transferred recipe can be transferred again.
+    again = target.replace({"data.tokens": 2 * target.data.tokens, "batch.tokens": 2_048})
+    assert read(transfer_like(big, again), path) == 3 * read(again, path)
+    kept = transfer_like(
+        tiny.replace(base | {path: at, "why": {path: "study tiny, trial 3; as at the start"}}), target
+    )
+    assert read(kept, path) == read(target, path)
+    with refused(f'[why] "{path}" does not say how many tokens the study had at its start'):
+        transfer_like(tuned.replace({"why": {path: "study tiny, trial 3"}}), target)
 
 
 def test_searched_values_are_those_whose_reasons_name_a_trial(tiny: Recipe) -> None:

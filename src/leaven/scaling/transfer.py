@@ -21,8 +21,11 @@ from leaven.recipe.units import format_quantity
 from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
+_WARM_UP = "schedule.warmup_tokens"
 # Part of the reason that ``leaven tune`` writes for a value. A user may have written a note before it.
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
+# The value of the study's start in such a reason. The last one is at the size of the recipe.
+_START = re.compile(r"\bthe start(?:'s| has) ([0-9][0-9,]*)")
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
     "stability.checkpoint_every_tokens",
@@ -134,12 +137,11 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     them:
 
     - The warm-up gets the same share of the run as in ``tuned``.
-    - The training tokens are multiplied by ``tuned.data.tokens / tuned.base.tokens``.
-    - The batch is multiplied by (batch of ``tuned``) / (batch at the start of the study).
+    - Batch and training tokens are multiplied by (value of ``tuned``) / (value at the start of the study).
     - All other searched values are copied.
 
-    Raise InputError if the models differ in a field outside `FREE_FIELDS`, the run has too few steps, or the result
-    is invalid.
+    Raise InputError if the models differ in a field outside `FREE_FIELDS`, the run has too few steps, the result is
+    invalid, or the reason for a searched batch or run length does not name the value at the start.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):
@@ -159,11 +161,11 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         "scaling": tuned.scaling.model_dump() | {"base": _pinned(tuned, target.model)},
     }
     studied = searched_paths(tuned)
-    longer = target.data.tokens / (tuned.base.tokens if "data.tokens" in studied else tuned.data.tokens)
+    longer = target.data.tokens / _at_start(tuned, "data.tokens", studied)
     counts = {
-        "schedule.warmup_tokens": longer,
+        _WARM_UP: longer,
         "data.tokens": longer,
-        "batch.tokens": target.batch.tokens / _start_batch(tuned, target),
+        "batch.tokens": target.batch.tokens / _at_start(tuned, "batch.tokens", studied),
     }
     # If a count of the target equals the transferred count, the target's reason for it is kept.
     kept_counts = {path for path, factor in counts.items() if round(read(target, path) / factor) == read(tuned, path)}
@@ -178,22 +180,29 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     kept = {path: why for path, why in target.why.items() if not path.startswith(values) and path not in searched}
     transferred = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
     for path in searched & counts.keys():
-        facts = {"study": tuned.why[path], "factor": counts[path]}
+        start = None if path == _WARM_UP else round(_at_start(tuned, path, studied) * counts[path])
+        facts = {"study": tuned.why[path], "factor": counts[path], "start": start}
         transferred[path] = sentence("transfer like", "moved", facts, _MESSAGES)
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
     return moved.replace({"why": kept | transferred | reasons})
 
 
-def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch in tokens at which the study of ``tuned`` began, or an estimate.
+def _at_start(tuned: Recipe, path: str, studied: set[str]) -> int:
+    """Return the number of tokens at ``path`` with which the study began, at the size of ``tuned``.
 
-    If ``tuned`` and its base train on the same number of tokens, the study began at the base's batch. Otherwise
-    return the batch at which ``tuned`` takes about as many steps as ``target``.
+    It is in the reason that ``leaven tune`` or an earlier transfer wrote. Raise InputError if it is missing.
     """
-    if tuned.data.tokens == tuned.base.tokens:
-        return tuned.base.batch_tokens
-    sequences = max(round(target.batch.tokens * tuned.data.tokens / target.data.tokens / tuned.model.seq_len), 1)
-    return sequences * tuned.model.seq_len
+    why, value = tuned.why.get(path, ""), int(read(tuned, path))
+    if path not in studied:
+        return value
+    if found := _START.findall(why):
+        return int(found[-1].replace(",", ""))
+    if "as at the start" in why:
+        return value
+    raise InputError(
+        f'{tuned.name}: [why] "{path}" does not say how many tokens the study had at its start; restore it as in '
+        "best.toml, or remove it to keep the target's value"
+    )
 
 
 def searched_paths(recipe: Recipe) -> set[str]:

@@ -260,7 +260,8 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
     assert point is not None
     assert best is not None
     start = space.values({**point, path: 0.0})[path]
-    start = start if isinstance(start, str) else format_number(start)
+    if not isinstance(start, str):  # numbers of tokens are exact, because `transfer_like` reads them
+        start = f"{start:,}" if isinstance(start, int) else format_number(start)
     seeds = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
     parts = [
         f"study {state.name}, trial {best.number} ({state.method}, {len(state.trials)} trials)",
