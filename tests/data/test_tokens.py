@@ -217,6 +217,20 @@ def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:
     yield str(endless), 300, "has no end-of-text token; add one of"
 
 
+def test_a_special_token_ends_documents_before_a_plain_one(source: str, tmp_path: Path) -> None:
+    """Gemma's vocabulary has </s>, the HTML tag, before <eos> in the order of usual names."""
+    plain = prepare(source, str(word_tokenizer(tmp_path / "plain.json", 300, "</s>")), 300, tmp_path)
+    tokenizer = Tokenizer.from_file(str(word_tokenizer(tmp_path / "gemma.json", 300, "</s>")))
+    tokenizer.add_tokens(["</s>"])
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(tmp_path / "gemma.json"))
+    gemma = prepare(source, str(tmp_path / "gemma.json"), 301, tmp_path)
+    assert (plain.end_of_text, gemma.end_of_text) == (1, 300)
+    ends = [int((found.train[:] == found.end_of_text).sum()) for found in (plain, gemma)]
+    assert ends[0] == ends[1] > 0
+    assert not (gemma.train[:] == 1).any()
+
+
 def test_bad_tokenizers_are_refused_before_anything_is_written(source: str, tmp_path: Path) -> None:
     for tokenizer, vocab_size, message in bad_arguments(tmp_path):
         with refused(message):

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.errors import refused
 from tests.interop.families import built
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, processors
 from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
@@ -26,6 +26,7 @@ from leaven.interop.configs.draft import Draft
 from leaven.interop.huggingface_config import read_config, shape_of
 from leaven.interop.weights import (
     SHARD_BYTES,
+    ends_caution,
     read_huggingface,
     recipe_from,
     require_start,
@@ -726,6 +727,25 @@ def test_weights_beside_those_of_an_earlier_model(tmp_path: Path) -> None:
         read_huggingface(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     read_huggingface(tmp_path)
+
+
+def test_other_ends_of_documents_than_those_of_the_weights_are_named(tmp_path: Path) -> None:
+    vocabulary = {"[UNK]": 0, "a": 1, "<s>": 2, "</s>": 3, "<eos>": 4}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(["<s>", "</s>", "<eos>"])
+    path = tmp_path / "tokenizer.json"
+
+    def caution(eos: object) -> str | None:
+        tokenizer.save(str(path))
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+        return ends_caution(tmp_path, path)
+
+    assert [caution(eos) for eos in (3, [4, 3], None, "3")] == [None] * 4
+    assert "documents end with </s> (id 3), but eos_token_id of the model" in (caution(4) or "")
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
+    assert "the tokenizer puts <s> before a text, and training does not" in (caution(3) or "")
+    tokenizer.post_processor = processors.TemplateProcessing("</s> $A", special_tokens=[("</s>", 3)])
+    assert caution(3) is None
 
 
 def test_weights_that_are_zeros_in_part_are_named(tmp_path: Path) -> None:

@@ -238,8 +238,8 @@ def exit_interrupted(message: str) -> NoReturn:
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
     """Tokenise a text, and return the tokens. Show a progress bar, and print notes.
 
-    ``start`` is a folder with weights. A note warns if its tokenizer is not that of the text, or if tensors in it are
-    zeros, as after an interrupted copy.
+    ``start`` is a folder with weights. Notes warn if its tokenizer or its end of text is not that of the text, or if
+    tensors in it are zeros, as after an interrupted copy.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
@@ -249,10 +249,11 @@ def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "T
         for note in tokens.notes:
             screen.line(f"  {note}")
         if start is not None:
-            from leaven.interop.weights import tokenizer_caution, zeros_caution
+            from leaven.interop.weights import ends_caution, tokenizer_caution, zeros_caution
 
             path = tokens.tokenizer_path
-            for caution in (path and tokenizer_caution(start, path), zeros_caution(start)):
+            of_text = [caution(start, path) for caution in (tokenizer_caution, ends_caution) if path]
+            for caution in (*of_text, zeros_caution(start)):
                 if caution is not None:
                     screen.line(f"  caution: {caution}")
     return tokens

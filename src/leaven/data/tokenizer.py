@@ -68,10 +68,19 @@ class Encoder:
 
     @cached_property
     def end_of_text(self) -> int:
-        for name in _END_OF_TEXT_NAMES:
-            if (token := self.tokenizer.token_to_id(name)) is not None:
-                return token
-        raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
+        """Id of the first special token with a usual name, or else of the first other token with one. Gemma's
+        ``</s>`` is not special: it is the HTML tag."""
+        added: dict[int, Any] = self.tokenizer.get_added_tokens_decoder()
+        return next((id for id in self.named_ends if id in added and added[id].special), self.named_ends[0])
+
+    @cached_property
+    def named_ends(self) -> list[int]:
+        """Ids of all tokens that have a usual name of an end-of-text token."""
+        found = [id for name in _END_OF_TEXT_NAMES if (id := self.tokenizer.token_to_id(name)) is not None]
+        if not found:
+            known = ", ".join(_END_OF_TEXT_NAMES)
+            raise InputError(f"the tokenizer has no end-of-text token; add one of {known} to it")
+        return found
 
     @cached_property
     def has_all_bytes(self) -> bool:

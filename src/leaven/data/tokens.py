@@ -171,6 +171,8 @@ def prepare(
         if texts or given is not None:
             path, encoder = _tokenizer(cache / "tokenizers", given, corpora, vocab_size, progress)
             content = storage.digest(path.read_bytes(), 16)
+            if encoder.end_of_text != encoder.named_ends[0]:  # of an older cache, documents end with the first
+                content += f" {encoder.end_of_text}"
             end_of_text = encoder.end_of_text if end_of_text is None else end_of_text
             if texts and end_of_text != encoder.end_of_text:
                 raise InputError(

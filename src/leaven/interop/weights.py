@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from leaven import __version__, storage
-from leaven.data.tokenizer import given_tokenizer
+from leaven.data.tokenizer import Encoder, given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.errors import InputError
 from leaven.interop.architectures import Architecture, Config, Stored, holding, shape_values
@@ -28,7 +28,7 @@ from leaven.interop.configs.export import environment
 from leaven.interop.huggingface_config import HuggingFaceModel, read_config, read_json
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_quantity, listed
 from leaven.scaling.table import ParameterTable, folding
 from leaven.storage import share, written_folder
 
@@ -409,6 +409,35 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
         f"{other:,} of {len(vocabulary):,} token ids of data.tokenizer are other tokens in the tokenizer of "
         f"[start] weights; unless this is on purpose, set data.tokenizer = {json.dumps(str(there))}"
     )
+
+
+def ends_caution(folder: Path, tokenizer: Path) -> str | None:
+    """Return a warning if documents are trained between other tokens than those that a model in ``folder`` knows.
+
+    ``tokenizer`` is the file of the training's tokenizer. Return None if it cannot be read, or config.json cannot.
+    """
+    try:
+        stated = read_json(folder / "config.json").get("eos_token_id")
+        given = given_tokenizer(str(tokenizer), sys.maxsize)
+        assert given is not None
+        end = Encoder(given).end_of_text
+    except InputError:
+        return None
+    name = given.id_to_token(end)
+    known = [id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int)]
+    if known and end not in known:
+        return (
+            f"in training, documents end with {name} (id {end}), but eos_token_id of the model in {folder} is "
+            f"{listed([str(id) for id in known], 'or')}; if the tokenizer is that of the model, make that token the "
+            "only special one of the usual names in tokenizer.json"
+        )
+    first, plain = (given.encode("a", add_special_tokens=special).tokens[:1] for special in (True, False))
+    if first and first not in (plain, [name]):
+        return (
+            f"the tokenizer puts {first[0]} before a text, and training does not: documents are separated by {name} "
+            f"alone, and an exported model has {name} as its bos_token, too"
+        )
+    return None
 
 
 def zeros_caution(folder: Path) -> str | None:
