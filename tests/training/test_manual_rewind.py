@@ -11,7 +11,7 @@ from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training import run_folder
-from leaven.training.rewind import ManualRewind
+from leaven.training.rewind import ManualRewind, text_left_out
 from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, tokens_of
 from leaven.training.trainer import check, train
 
@@ -115,6 +115,24 @@ def test_a_rewind_survives_a_kill_before_the_recipe_is_written(
     assert train(LOWER, text(), run.path, rewind=ManualRewind(40 * STEP)).finished
     assert lines(run, "lr")[32] < lines(run, "lr")[31] / 4
     assert read_recipe(run.recipe_file).hyperparameters.lr == 0.002
+
+
+def test_a_rewind_takes_back_what_later_rewinds_skipped(run: RunFolder) -> None:
+    losses = lines(run, "loss")
+    train(RUN, text(), run.path, rewind=ManualRewind(32 * STEP, skip_tokens=STEP))
+    assert lines(run, "loss") != losses
+    assert text_left_out(run) == "256 tokens of its text left out after 8.19 k"
+    train(RUN, text(), run.path, rewind=ManualRewind(32 * STEP, skip_tokens=2 * STEP))  # two steps, not three
+    other = lines(run, "loss")
+    assert [event["skip_to"] - event["skip_from"] for event in run.events() if event["event"] == "rewind"] == [
+        STEP,
+        2 * STEP,
+    ]
+    train(RUN, text(), run.path, rewind=ManualRewind(52 * STEP, skip_tokens=STEP))  # the earlier one stays
+    assert lines(run, "loss")[:52] == other[:52]
+    assert text_left_out(run) == "768 tokens of its text left out after 8.19 k"
+    assert train(RUN, text(), run.path, rewind=ManualRewind(32 * STEP)).finished
+    assert (lines(run, "loss"), text_left_out(run)) == (losses, None)
 
 
 @pytest.mark.long

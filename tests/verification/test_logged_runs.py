@@ -916,6 +916,17 @@ def test_a_run_whose_lr_a_rewind_changed_is_no_run_with_this_lr(tmp_path: Path, 
     events.write_text(json.dumps(rewind | {"changes": [change]}) + "\n" + written)
     with pytest.raises(InputError, match=r"run was trained with hyperparameters.lr 0\.001 up to 77\..*; move it to"):
         read(tmp_path)
+    skip = {
+        "changes": [],
+        "skip_from": 77_824,
+        "skip_to": 78_848,
+        "asked": {"rewind_to": 77_824, "skip_tokens": 1_024},
+    }
+    events.write_text(json.dumps(rewind | skip) + "\n" + written)
+    with pytest.raises(
+        InputError, match=r"run was trained with 1\.02 k tokens of its text left out after 77\.8 k, bec"
+    ):
+        read(tmp_path)
     events.write_text(json.dumps(rewind | {"changes": []}) + "\n" + written)
     assert curves_of(tmp_path)
 

@@ -104,6 +104,23 @@ def test_a_value_that_a_rewind_changed_within_a_run_is_named(runs):
     )
 
 
+def test_text_that_a_rewind_left_out_is_named(runs):
+    rewind = {
+        "event": "rewind",
+        "tokens": 50_000,
+        "to_tokens": 40_000,
+        "skip_from": 40_000,
+        "skip_to": 41_024,
+        "lr": 1.0,
+    }
+    rewind |= {"lr_tokens": 0, "attempt": 0, "found_step": 0, "asked": {"skip_tokens": 1_024}, "earlier_rewinds": []}
+    events = runs / "moved/events.jsonl"
+    events.write_text(json.dumps(rewind) + "\n" + events.read_text())
+    _, compared = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
+    (warning,) = compared.warnings
+    assert warning.endswith("left out after 40 k, because of --skip-tokens")
+
+
 def test_another_text_under_the_same_path_gets_a_warning(runs):
     for name in ("copied", "moved"):
         events = runs / name / "events.jsonl"

@@ -34,6 +34,9 @@ from leaven.training.run_folder import (
 )
 from leaven.training.run_lines import RunLines
 
+# Key in ``Rewind.asked``. Manual rewinds of older versions lack it, and leave all skipped data skipped.
+_TAKES_BACK = "takes_back"
+
 
 @dataclass(frozen=True)
 class Rewind:
@@ -58,7 +61,8 @@ class Rewind:
         counts = {field.name: document[field.name] for field in fields(cls) if field.name != "asked"}
         made = cls(**counts, asked=document.get("asked"))
         del counts["lr"]
-        if any(type(count) is not int for count in counts.values()) or not math.isfinite(made.lr):
+        wrong = any(type(count) is not int for count in counts.values()) or not isinstance(made.asked, dict | None)
+        if wrong or not math.isfinite(made.lr):
             raise ValueError("a value of a rewind has a wrong type")
         return made
 
@@ -84,10 +88,24 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     return tuple(rewinds)
 
 
+def _skipping(rewinds: Sequence[Rewind]) -> list[Rewind]:
+    """Return the rewinds whose data are still skipped.
+
+    A manual rewind takes back what earlier manual rewinds have skipped after its target. What the spike guard skipped
+    stays skipped.
+    """
+    left: list[Rewind] = []
+    for rewind in rewinds:
+        if (rewind.asked or {}).get(_TAKES_BACK):
+            left = [each for each in left if not each.asked or each.to_tokens < rewind.to_tokens]
+        left.append(rewind)
+    return left
+
+
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
     """Return the skipped intervals of the token stream as (start, end), sorted and without overlap."""
     stretches: list[tuple[int, int]] = []
-    for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in rewinds):
+    for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in _skipping(rewinds)):
         if stretches and start <= stretches[-1][1]:
             stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
         elif start < end:
@@ -118,6 +136,20 @@ def undone(tokens: int, later: Sequence[Rewind]) -> bool:
     """Return whether one of the ``later`` rewinds has undone a state that was saved at ``tokens``. A rewind to 80
     tokens undoes a state at 100, but not one at 80."""
     return any(rewind.to_tokens < tokens for rewind in later)
+
+
+def text_left_out(run: RunFolder) -> str | None:
+    """Return a phrase for the text that manual rewinds of a run have skipped, or None. Damage is no error here."""
+    with suppress(InputError):
+        manual = [
+            rewind for rewind in _skipping(rewinds_of(run)) if rewind.asked and rewind.skip_to > rewind.skip_from
+        ]
+        if manual:
+            count = sum(rewind.skip_to - rewind.skip_from for rewind in manual)
+            return (
+                f"{format_quantity(count)} tokens of its text left out after {format_quantity(manual[0].to_tokens)}"
+            )
+    return None
 
 
 def changed_values(run: RunFolder) -> list[str]:
@@ -168,7 +200,8 @@ class ManualRewind:
         Return False if ``recipe`` and the run's recipe differ in more than the layout and the micro-batch.
         """
         asked = [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
-        return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
+        same = bool(asked) and asked[-1].items() >= asdict(self).items()
+        return same and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
         """Raise InputError if there is no suitable checkpoint, if files belong to different runs, or if ``recipe``
@@ -196,8 +229,14 @@ class ManualRewind:
                 return
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), rewinds_of(run)
-            start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
-            rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len, asked=asdict(self))
+            asked = asdict(self) | {_TAKES_BACK: True}
+            left = _skipping((*rewinds, Rewind(to_tokens, 0, 0, asked=asked)))[:-1]
+            start, seq_len = position(left, to_tokens), recipe.model.seq_len
+            end = start + -(-self.skip_tokens // seq_len) * seq_len
+            for first, last in skipped(left):  # these do not count again
+                if start <= first < end:
+                    end += last - first
+            rewind = Rewind(to_tokens, start, end, asked=asked)
             metrics, lines = run.metrics(), RunLines(run)
             at = {key: metrics[-1].get(key, 0) if metrics else 0 for key in ("step", "tokens")}
             changed = recorded_changes(changes, recipe) if changes else {"changes": []}

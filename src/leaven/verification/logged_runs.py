@@ -16,7 +16,7 @@ from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, differing, flatten
 from leaven.scaling.transfer import FREE_FIELDS, MINOR_FIELDS
 from leaven.training.integrity import faults
-from leaven.training.rewind import changed_values
+from leaven.training.rewind import changed_values, text_left_out
 from leaven.training.run_folder import RunFolder, changes_of
 from leaven.verification.collapse import Points, collapse
 from leaven.verification.logged_rows import (
@@ -456,6 +456,11 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
             raise InputError(
                 f"{folder} was trained with {changed_at[0]}, because --rewind-to changed its recipe; move it to "
                 "another folder, and train a run with one value"
+            )
+        if left_out := text_left_out(run):
+            raise InputError(
+                f"{folder} was trained with {left_out}, because of --skip-tokens; move it to another folder, and "
+                "train a run on all of the text"
             )
         scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
         first, other = firsts.setdefault(scale, (folder, recipe))

@@ -14,7 +14,7 @@ from leaven.documents.runs import ComparedRun, ComparedValue, ComparisonDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import adamw_rows
-from leaven.training.rewind import changed_values
+from leaven.training.rewind import changed_values, text_left_out
 from leaven.views.folders import RunView, read_folder
 from leaven.views.render import render
 from leaven.views.run_charts import colours, run_charts
@@ -148,6 +148,8 @@ def _warnings(runs: Sequence[RunView]) -> Iterator[str]:
             yield f"{run.title}: {run.gaps}"
         if changed := changed_values(run.folder):
             yield f"{run.title} was trained with {', '.join(changed)}, because --rewind-to changed its recipe"
+        if left_out := text_left_out(run.folder):
+            yield f"{run.title} was trained with {left_out}, because of --skip-tokens"
     own = runs[0].recipe
     different = [what for what, of in _COMPARABLE.items() if any(of(run.recipe) != of(own) for run in runs)]
     yield from (f"the {what} differ, so the losses cannot be compared" for what in different)
