@@ -3,8 +3,8 @@
 import pytest
 
 from leaven.recipe.recipe import Recipe, RuleName
-from leaven.scaling.tested_ranges import TESTED, unlike, unlike_schedule, warnings
-from leaven.scaling.transfer import transfer
+from leaven.scaling.tested_ranges import TESTED, replaced, unlike, unlike_training, warnings
+from leaven.scaling.transfer import transfer, transfer_like
 
 
 def about(recipe: Recipe) -> dict[str, tuple[float, float]]:
@@ -147,7 +147,7 @@ def test_sizes_that_no_rule_scales_with(tiny: Recipe) -> None:
 
 def test_a_schedule_with_another_mean_lr(tiny: Recipe) -> None:
     tuned = tiny.replace({"schedule": {"decay": "wsd", "min_lr_ratio": 0.0, "decay_ratio": 0.2}})
-    (one,) = unlike_schedule(tuned, tiny.replace({"schedule": {"decay": "linear", "min_lr_ratio": 0.0}}))
+    (one,) = unlike_training(tuned, tiny.replace({"schedule": {"decay": "linear", "min_lr_ratio": 0.0}}))
     # Shares of the peak: a triangle, and 1 until the cooldown, whose 1 - sqrt(p) has the mean 1/3.
     assert (one.about, one.value, one.limit) == (
         "schedule",
@@ -155,4 +155,19 @@ def test_a_schedule_with_another_mean_lr(tiny: Recipe) -> None:
         pytest.approx(0.8 + 0.2 / 3, abs=0.01),
     )
     assert "(wsd) whose mean lr is 87% of the peak, and with the schedule here (linear) it is 50%" in one.message
-    assert unlike_schedule(tuned, tuned.replace({"data.tokens": 10 * tuned.data.tokens})) == []
+    assert unlike_training(tuned, tuned.replace({"data.tokens": 10 * tuned.data.tokens})) == []
+    (one,) = unlike_training(tuned, tuned.replace({"data.documents": "isolated"}))
+    assert one.message.startswith("the values are from packed documents, and this run has isolated ones")
+
+
+def test_values_of_a_target_that_no_study_searched_are_named(tiny: Recipe) -> None:
+    tuned = tiny.replace({"hyperparameters.lr": 0.02, "why": {"hyperparameters.lr": "study tiny, trial 3"}})
+    target = tiny.replace({"hyperparameters.lr": 0.5, "scaling.base": tiny.base.model_dump()})
+    assert replaced(target, tuned, transfer_like(tuned, target)) == []
+    changes = {"grad_clip": 0.3, "z_loss": 1e-4, "optimizer": "muon", "depth": {"lr": [1.0, 2.0]}}
+    own = target.replace({f"hyperparameters.{key}": value for key, value in changes.items()})
+    (one,) = replaced(own, tuned, transfer_like(tuned, own.replace({"scaling.token_exponent": 0.3})))
+    assert "hyperparameters.optimizer muon by adamw" in one.message
+    assert "hyperparameters.grad_clip 0.3 by 1.0" in one.message
+    (one,) = replaced(own := target.replace({"scaling.token_exponent": 0.3}), tuned, transfer_like(tuned, own))
+    assert "found its values: scaling.token_exponent 0.3 by 0.5; to train" in one.message

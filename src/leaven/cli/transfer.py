@@ -22,7 +22,7 @@ from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.describe import describe
-from leaven.scaling.tested_ranges import dropped, unlike, unlike_schedule, untuned, warnings
+from leaven.scaling.tested_ranges import dropped, replaced, unlike, unlike_training, untuned, warnings
 from leaven.scaling.transfer import searched_paths, transfer_like
 from leaven.scaling.transfer import transfer as scaled
 from leaven.views.terminal.console import warn
@@ -97,7 +97,7 @@ def transfer(
     tuned = load_recipe(recipe, None).model  # without --set, which may change the vocabulary or the sequence length
     found = [*dropped(before, big), *unlike(dict(tuned), big), *warnings(big)]
     if like is not None:
-        found = [*untuned(small), *unlike_schedule(small, big), *found]
+        found = [*untuned(small), *replaced(before, small, big), *unlike_training(small, big), *found]
     if edited(recipe):
         warn([f"{recipe} was edited after leaven tune wrote it, so [why] may not fit its values"])
     if output is not None:

@@ -13,7 +13,7 @@ from leaven.catalogue.laws import batches, critical_batch, main_laws, power_line
 from leaven.catalogue.messages import sentence
 from leaven.documents.runs import CautionRow
 from leaven.recipe.init_std import usual_std
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe, differing
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
 from leaven.scaling.table import ParameterTable, parameter_table
@@ -32,6 +32,7 @@ MUON_FACTOR = 4.0
 # to change with the ratio to these powers (docs/log.md, 29 November 2026: width 32 to 256, 2 to 16 layers, alpha 1).
 OUTPUT_NORM_FACTOR = 2.0
 OUTPUT_NORM_EXPONENTS = {"width": -0.22, "depth": -0.34}
+_MOST_SHOWN = 6  # values that a warning lists
 # Warn if the mean lr of two runs, as a share of the peak, differs by more than this factor.
 MEAN_LR_FACTOR = 1.1
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
@@ -80,9 +81,39 @@ def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
     return [_caution(name, value, there) for name, value, there in pairs if there and value != there]
 
 
-def unlike_schedule(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a warning if values come from ``before``, and its mean lr, as a share of the peak, is not that of
-    ``after``."""
+def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
+    """Return a warning if ``after`` has values of ``tuned`` in place of other ones of ``target``, and no study
+    searched them."""
+    searched = searched_paths(tuned)
+    if "hyperparameters.optimizer" in searched:
+        searched |= {"hyperparameters.muon"}
+    kept = {"scaling.base", *searched}
+    both = (recipe.model_dump(include={"hyperparameters", "scaling"}) for recipe in (target, after))
+    values = [
+        f"{path} {_written(theirs)} by {_written(now)}"
+        for path, theirs, now in differing(*both)
+        if not any(path == each or path.startswith(f"{each}.") for each in kept)
+    ]
+    if not values:
+        return []
+    if more := len(values[_MOST_SHOWN:]):
+        values[_MOST_SHOWN:] = [f"and {more} more"]
+    return [_caution("replaced values", len(values), 0, name=target.name, values=values)]
+
+
+def _written(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def unlike_training(before: Recipe, after: Recipe) -> list[CautionRow]:
+    """Return warnings if values come from ``before``, and its mean lr as a share of the peak, or what its documents
+    see of one another, is not that of ``after``."""
+    documents = before.data.documents, after.data.documents
+    unlike_documents = [_caution("documents", 1, 0, there=documents[0], here=documents[1])]
+    return [*_unlike_schedule(before, after), *(unlike_documents if documents[0] != documents[1] else ())]
+
+
+def _unlike_schedule(before: Recipe, after: Recipe) -> list[CautionRow]:
     there, here = (
         fmean(run.schedule.multiplier(share / 100 * run.data.tokens, run.data.tokens) for share in range(1, 100))
         for run in (before, after)

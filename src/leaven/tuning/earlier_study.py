@@ -26,7 +26,7 @@ from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.units import listed
-from leaven.scaling.tested_ranges import unlike, unlike_schedule
+from leaven.scaling.tested_ranges import unlike, unlike_training
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.command import CommandFile, CommandSpace, is_command_file
@@ -85,7 +85,7 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
     what = f"--from-study {folder}"
     if isinstance(space, Space):
         there, here = read_recipe(folder / "centre.toml"), space.recipe
-        messages = [one.message for one in (*unlike(dict(there.model), here), *unlike_schedule(there, here))]
+        messages = [one.message for one in (*unlike(dict(there.model), here), *unlike_training(there, here))]
         texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
         if texts[0] != texts[1]:
             messages.append(
