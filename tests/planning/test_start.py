@@ -182,7 +182,8 @@ def test_a_searched_batch_comes_back_as_a_multiple_of_the_proxys_own() -> None:
     for started in (new("300k", "6M", proxy=43_300), new("1B", "20B")):
         proxy, target = started.proxy, started.target
         assert proxy
-        found = proxy.replace({"why": proxy.why | {"batch.tokens": "study wheat, trial 0"}})
+        found = proxy.replace({"why": proxy.why | {"batch.tokens": "study wheat, trial 0; as at the start"}})
         assert transfer_like(found, target).batch.tokens == target.batch.tokens
-        doubled = found.replace({"batch.tokens": 2 * proxy.batch.tokens})
+        why = f"study wheat, trial 3; the start's {proxy.batch.tokens:,} costs +0.01"
+        doubled = proxy.replace({"batch.tokens": 2 * proxy.batch.tokens, "why": {"batch.tokens": why}})
         assert transfer_like(doubled, target).batch.tokens == 2 * target.batch.tokens
