@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import pytest
@@ -69,6 +70,45 @@ def test_a_read_error_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "_fingerprint", fails)
     with pytest.raises(InputError, match=r"512: cannot be read: Input/output error; make it readable and run"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("function", ["leaven.training.checkpoint.read_state", "leaven.storage.require_file"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int
+) -> None:
+    """A run writes another checkpoint and removes the newest one: before its first file is opened, or between the two
+    times that a file of tensors is opened."""
+    newest = [write_checkpoint(tmp_path, checkpoint(n)) for n in range(1, step + 1)][-1]
+    original = resolve_name(function)
+
+    def removes(path: Path) -> Any:
+        if function.endswith("require_file"):
+            original(path)
+        if newest.exists():
+            write_checkpoint(tmp_path, checkpoint(3))
+            shutil.rmtree(newest)
+        return original(path) if function.endswith("read_state") else None
+
+    monkeypatch.setattr(function, removes)
+    found, damaged = read_checkpoint(tmp_path)
+    assert (found.progress.step, damaged) == (3, [])
+
+
+def test_checkpoints_that_are_always_removed_too_early_are_read_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, checkpoint(1))
+
+    def removes(path: Path) -> NoReturn:
+        write_checkpoint(tmp_path, checkpoint(tokens_of(path) // 256 + 1))
+        shutil.rmtree(path)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(module, "read_state", removes)
+    with pytest.raises(InputError, match="checkpoints were removed while they were read, 10 times; run the same"):
+        read_checkpoint(tmp_path)
+    assert [path.name for path in checkpoints(tmp_path)] == ["tokens-000000000002816"]
 
 
 def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ FORMAT, FORMAT_OF_MANY = 2, 3
 ``state.json`` also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
 *_ADAM, _MUON = MOMENTS
+# Number of times that read_checkpoint lists the checkpoints of a run that trains meanwhile. There is a limit because
+# reading a large checkpoint may always take longer than the run keeps it.
+MOST_READS = 10
 TEXT = "text"  # key of the fingerprint of the run's text in the state of a checkpoint
 
 
@@ -230,16 +233,39 @@ def read_checkpoint(
         tokens: if given, consider only the checkpoint at this token count.
         recipe: if given, a checkpoint must have exactly the parameters of this recipe, or it counts as damaged.
 
+    If a checkpoint cannot be used and the list of checkpoints has changed meanwhile, list and read again: a training
+    run removes old checkpoints, and a removed checkpoint is not damaged.
+
     Raises:
-        InputError: if reading fails for a reason other than damage, for example missing permissions.
+        InputError: if reading fails for a reason other than damage, for example missing permissions, or if
+            checkpoints were removed in each of `MOST_READS` reads.
     """
+
+    def there() -> list[Path]:
+        return [path for path in checkpoints(folder) if tokens is None or tokens_of(path) == tokens]
+
+    def sees_more() -> bool:
+        return not {path.name for path in there()} <= {path.name for path in listed}
+
+    for _ in range(MOST_READS):
+        listed = group.broadcast(there())
+        require_seen(folder, sees_more, group)
+        found, damaged = _newest(listed, rewinds, group, recipe)
+        if (found is not None and not damaged) or group.broadcast(there()) == listed:
+            return found, damaged
+    raise InputError(
+        f"{folder}: checkpoints were removed while they were read, {MOST_READS} times; run the same command again "
+        "when the run has stopped"
+    )
+
+
+def _newest(
+    listed: Sequence[Path], rewinds: Sequence[Rewind], group: ProcessGroup, recipe: Recipe | None
+) -> tuple[Checkpoint | None, list[Path]]:
+    """Return (checkpoint, damaged) as :func:`read_checkpoint` does, among the checkpoints ``listed``. A checkpoint
+    that is gone counts as damaged."""
     damaged: list[Path] = []
-    listed = group.broadcast(checkpoints(folder))
-    names = {path.name for path in listed}
-    require_seen(folder, lambda: any(path.name not in names for path in checkpoints(folder)), group)
     for candidate in reversed(listed):
-        if tokens is not None and tokens_of(candidate) != tokens:
-            continue
         if group.size > 1:
             require_seen(candidate, partial(_differs, candidate, group.broadcast(_seen(candidate))), group)
         try:
@@ -248,7 +274,8 @@ def read_checkpoint(
             found, unreadable = None, None
         except OSError as error:
             found, unreadable = None, error.strerror or str(error)
-        if group.any(unreadable is not None):
+        # The read error of a checkpoint that was removed, for example ESTALE, is no fault of the disk.
+        if group.any(unreadable is not None and not _is_gone(candidate)):
             why = unreadable or "another process cannot read it"
             raise InputError(f"{candidate}: cannot be read: {why}; make it readable and run the same command again")
         anywhere = group.any(found is None)
@@ -257,6 +284,16 @@ def read_checkpoint(
         elif not undone(found.progress.tokens, later=rewinds[len(found.rewinds) :]):
             return found, damaged
     return None, damaged
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:  # unknown, for example without permission
+        pass
+    return False
 
 
 def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:

@@ -186,7 +186,10 @@ class Tensors(Mapping[str, Tensor]):
     def _opened(self, file: str) -> Any:
         if file not in self._files:
             storage.require_file(self._folder / file)
-            self._files[file] = safe_open(self._folder / file, "pt")
+            try:
+                self._files[file] = safe_open(self._folder / file, "pt")
+            except RuntimeError as error:  # torch opens the file a second time, and it may have been removed
+                raise OSError(str(error)) from None
         return self._files[file]
 
 
