@@ -74,8 +74,21 @@ def test_a_proposed_ramp_replaces_the_recipes_ramp_and_keeps_its_rule(tiny: Reci
 def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: Recipe) -> None:
     early = noise_ramp(tiny, noise(4_096), 1.0)
     assert (early.set, len(early.stages)) == ([], 1)
-    assert early.why.startswith("none: a batch of 256 tokens is within 1 x")
+    assert early.why == (
+        "none: a batch of 256 tokens is within 1 x the measured noise scale from 100 tokens on, where the "
+        "measurements that count begin"
+    )
     large = noise_ramp(tiny, noise(200), 1.0)
     assert large.set == []
     assert "--batch-tokens 192" in large.why  # whole sequences of 32
     assert noise_ramp(tiny, noise(10, 0.0), 1.0).why.endswith("use leaven transfer --batch-tokens 32")
+
+
+def test_a_recipe_that_ends_before_the_first_fitted_measurement_is_refused(tiny: Recipe) -> None:
+    fit = fit_noise([(256 * n, 600.0) for n in range(1, 80)])
+    assert fit.from_tokens == 2_816
+    assert noise_ramp(tiny.replace({"data.tokens": 2_816}), fit, 1.0).why.startswith("none: a batch of 256 tokens")
+    why = r"it ends at 2.56 k tokens, and the measurements that count begin at 2.82 k \(the first 10 do not\)"
+    for multiple in (0.1, 1.0):
+        with pytest.raises(InputError, match=why):
+            noise_ramp(tiny.replace({"data.tokens": 2_560}), fit, multiple)

@@ -221,9 +221,16 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
     Possible batches: the full batch, half of it, a quarter and so on, down to one sequence. A stage begins
-    when its batch is ``multiple`` x the noise scale.
+    when its batch is ``multiple`` x the noise scale. Raise InputError if the recipe's run ends before the first
+    measurement of the fit, because the noise scale before it is not known.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
+    if tokens < fit.from_tokens:
+        raise InputError(
+            f"no noise scale is known for this recipe: it ends at {format_quantity(tokens)} tokens, and the "
+            f"measurements that count begin at {format_quantity(fit.from_tokens)} (the first {SETTLING} do not); "
+            "train a run with a smaller stability.noise_scale_every_tokens"
+        )
     sequences = batch.tokens // seq_len
     sizes = sorted({max(sequences >> n, 1) * seq_len for n in range(sequences.bit_length())})
     starts = [(size, fit.reaches(size / multiple)) for size in sizes]
@@ -240,7 +247,10 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
             f"{format_quantity(end_batch)}; use leaven transfer --batch-tokens {end_batch}"
         )
     elif not later:
-        why = f"none: a batch of {full} tokens is within {allowed} from the start"
+        why = (
+            f"none: a batch of {full} tokens is within {allowed} from {format_quantity(fit.from_tokens)} tokens on, "
+            "where the measurements that count begin"
+        )
     else:
         why = (
             f"each stage begins where its batch is {allowed}: {steps:,} steps instead of {full_steps:,}, "
