@@ -5,6 +5,8 @@ import pytest
 from leaven.recipe.recipe import Recipe, RuleName
 from leaven.scaling.tested_ranges import TESTED, replaced, unlike, unlike_training, warnings
 from leaven.scaling.transfer import transfer, transfer_like
+from leaven.tuning.point import CHOICES
+from leaven.tuning.space import SETS, space
 
 
 def about(recipe: Recipe) -> dict[str, tuple[float, float]]:
@@ -168,6 +170,19 @@ def test_values_of_a_target_that_no_study_searched_are_named(tiny: Recipe) -> No
     own = target.replace({f"hyperparameters.{key}": value for key, value in changes.items()})
     (one,) = replaced(own, tuned, transfer_like(tuned, own.replace({"scaling.token_exponent": 0.3})))
     assert "hyperparameters.optimizer muon by adamw" in one.message
-    assert "hyperparameters.grad_clip 0.3 by 1.0" in one.message
+    assert "hyperparameters.depth.lr [1, 2] by none" in one.message
     (one,) = replaced(own := target.replace({"scaling.token_exponent": 0.3}), tuned, transfer_like(tuned, own))
-    assert "found its values: scaling.token_exponent 0.3 by 0.5; to train" in one.message
+    assert "of the study's recipe: scaling.token_exponent 0.3 by 0.5; to train" in one.message
+    (one,) = replaced(own := target.replace({"hyperparameters.grad_clip": 0.3}), tuned, transfer_like(tuned, own))
+    assert "recipe: hyperparameters.grad_clip 0.3 by 1; to train" in one.message
+
+
+@pytest.mark.parametrize("which", [*SETS, "hyperparameters.depth.lr[0]"])
+def test_values_that_a_study_searched_do_not_count_as_replaced(tiny: Recipe, which: str) -> None:
+    around = space(tiny, which)
+    point = {path: 0.5 for path in around.paths if path not in CHOICES}
+    tuned = around.recipe_at(point).replace(
+        {"why": dict.fromkeys(around.paths, "study tiny, trial 3; as at the start")}
+    )
+    target = tiny.replace({"scaling.base": tiny.base.model_dump()})
+    assert replaced(target, tuned, transfer_like(tuned, target)) == []

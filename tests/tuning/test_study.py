@@ -35,6 +35,7 @@ from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.scaling.transfer import transfer_like
 from leaven.training import device
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.load import export_run, load_run
@@ -480,6 +481,31 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
     assert written[1].why[init].endswith("as at the start")
     write_results(tmp_path, around, state.model_copy(update={"fewest_octaves": state.octaves}))
     assert not (tmp_path / "fewest.toml").exists()
+
+
+def test_the_start_of_a_search_over_several_studies_is_known_in_a_transfer(short: Recipe, tmp_path: Path) -> None:
+    """Batches of 16,384 and 32,768 tokens are not rounded in the reasons, which `transfer_like` reads."""
+    batch = 1_024 * short.model.seq_len // 2
+    first = short.replace({"batch.tokens": batch, "data.tokens": 200 * batch})
+    target = first.replace({"batch.tokens": 4 * batch, "data.tokens": 800 * batch})
+
+    def answer(start: Recipe, octaves: float) -> Recipe:
+        around = space(start, "batch.tokens")
+        write_results(tmp_path, around, answer_at(around, {"batch.tokens": octaves}))
+        return read_recipe(tmp_path / "best.toml")
+
+    found = answer(first, 1.0)
+    assert found.batch.tokens == 2 * batch
+    assert transfer_like(found, target).batch.tokens == 8 * batch
+    for octaves in (0.0, -1.0, 1.0):
+        again = answer(found, octaves)
+        assert again.batch.tokens == 2 * batch * 2**octaves
+        assert transfer_like(again, target).batch.tokens == 8 * batch * 2**octaves
+        assert transfer_like(again, transfer_like(found, target)).batch.tokens == 8 * batch * 2**octaves
+    fewest = {"fewest": Best(3, 2.0, (1.9, 2.1), 2, 2), "fewest_octaves": {LR: 0.0, "batch.tokens": -1.0}}
+    around = space(first, f"{LR},batch.tokens")
+    write_results(tmp_path, around, answer_at(around, {LR: 1.0, "batch.tokens": 1.0}, **fewest))
+    assert transfer_like(read_recipe(tmp_path / "fewest.toml"), target).batch.tokens == 2 * batch
 
 
 def interrupted(note: str) -> None:

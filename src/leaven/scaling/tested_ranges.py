@@ -12,6 +12,7 @@ from leaven.catalogue.findings.case import farthest
 from leaven.catalogue.laws import batches, critical_batch, main_laws, power_lines_tau
 from leaven.catalogue.messages import sentence
 from leaven.documents.runs import CautionRow
+from leaven.recipe.base import Part
 from leaven.recipe.init_std import usual_std
 from leaven.recipe.recipe import Recipe, differing
 from leaven.recipe.shape import Role
@@ -84,15 +85,15 @@ def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
 def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
     """Return a warning if ``after`` has values of ``tuned`` in place of other ones of ``target``, and no study
     searched them."""
-    searched = searched_paths(tuned)
-    if "hyperparameters.optimizer" in searched:
+    searched = {path.partition("[")[0] for path in searched_paths(tuned)}
+    if not searched:  # `untuned` warns of it
+        return []
+    if target.hyperparameters.optimizer != after.hyperparameters.optimizer:
         searched |= {"hyperparameters.muon"}
-    kept = {"scaling.base", *searched}
-    both = (recipe.model_dump(include={"hyperparameters", "scaling"}) for recipe in (target, after))
     values = [
         f"{path} {_written(theirs)} by {_written(now)}"
-        for path, theirs, now in differing(*both)
-        if not any(path == each or path.startswith(f"{each}.") for each in kept)
+        for path, theirs, now in differing(_stated(target), _stated(after))
+        if not any(path == each or path.startswith(f"{each}.") for each in searched)
     ]
     if not values:
         return []
@@ -101,8 +102,26 @@ def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
     return [_caution("replaced values", len(values), 0, name=target.name, values=values)]
 
 
+def _stated(recipe: Recipe) -> dict[str, Any]:
+    """Return the values of [hyperparameters] and [scaling] by path, without those that have no effect."""
+    own, scaling = recipe.hyperparameters, recipe.scaling
+    tables: dict[str, Any] = {"hyperparameters": own, "hyperparameters.muon": own.muon, "scaling": scaling}
+    tables |= {f"hyperparameters.modules.{name}": multipliers for name, multipliers in own.modules.items()}
+    found = {
+        f"{table}.{name}": value
+        for table, part in tables.items()
+        for name, value in part or ()
+        if not isinstance(value, dict | Part) and not (".modules." in table and value == 1)
+    }
+    found["hyperparameters.grad_clip"] = own.grad_clip.written()
+    profiles = {name: profile for name, profile in own.depth if set(profile) != {1.0}}
+    return found | {f"hyperparameters.depth.{name}": profile for name, profile in profiles.items()}
+
+
 def _written(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
 def unlike_training(before: Recipe, after: Recipe) -> list[CautionRow]:

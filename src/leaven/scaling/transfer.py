@@ -17,15 +17,15 @@ from leaven.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_number, format_quantity
 from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
 _WARM_UP = "schedule.warmup_tokens"
 # Part of the reason that ``leaven tune`` writes for a value. A user may have written a note before it.
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
-# The value of the study's start in such a reason. The last one is at the size of the recipe.
-_START = re.compile(r"\bthe start(?:'s| has) ([0-9][0-9,]*)")
+# The start of a study, or of an earlier one, in such a reason. The last number is at the size of the recipe.
+_START = re.compile(r"\b(?:the start(?:'s| has)|(?P<earlier>an earlier study began with)) (?P<count>[0-9][0-9,]*)")
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
     "stability.checkpoint_every_tokens",
@@ -161,11 +161,11 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         "scaling": tuned.scaling.model_dump() | {"base": _pinned(tuned, target.model)},
     }
     studied = searched_paths(tuned)
-    longer = target.data.tokens / _at_start(tuned, "data.tokens", studied)
+    longer = target.data.tokens / study_start(tuned, "data.tokens", target)
     counts = {
         _WARM_UP: longer,
         "data.tokens": longer,
-        "batch.tokens": target.batch.tokens / _at_start(tuned, "batch.tokens", studied),
+        "batch.tokens": target.batch.tokens / study_start(tuned, "batch.tokens", target),
     }
     # If a count of the target equals the transferred count, the target's reason for it is kept.
     kept_counts = {path for path, factor in counts.items() if round(read(target, path) / factor) == read(tuned, path)}
@@ -180,22 +180,29 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     kept = {path: why for path, why in target.why.items() if not path.startswith(values) and path not in searched}
     transferred = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
     for path in searched & counts.keys():
-        start = None if path == _WARM_UP else round(_at_start(tuned, path, studied) * counts[path])
+        start = None if path == _WARM_UP else round(study_start(tuned, path, target) * counts[path])
         facts = {"study": tuned.why[path], "factor": counts[path], "start": start}
         transferred[path] = sentence("transfer like", "moved", facts, _MESSAGES)
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
     return moved.replace({"why": kept | transferred | reasons})
 
 
-def _at_start(tuned: Recipe, path: str, studied: set[str]) -> int:
-    """Return the number of tokens at ``path`` with which the study began, at the size of ``tuned``.
+def study_start(tuned: Recipe, path: str, target: Recipe | None = None) -> int:
+    """Return the number of tokens at ``path`` with which the search for it began, at the size of ``tuned``.
 
-    It is in the reason that ``leaven tune`` or an earlier transfer wrote. Raise InputError if it is missing.
+    It is in the reason that ``leaven tune`` or an earlier transfer wrote. If a study began at the answer of another
+    study, the search began with the other one, unless ``target`` has that answer, too. Raise InputError if the reason
+    does not say the number.
     """
     why, value = tuned.why.get(path, ""), int(read(tuned, path))
-    if path not in studied:
+    if path not in searched_paths(tuned):
         return value
-    if found := _START.findall(why):
+    begun = target is not None and path in searched_paths(target)
+    found = [match["count"] for match in _START.finditer(why) if not (begun and match["earlier"])]
+    if found:
+        base = tuned.base.batch_tokens if path == "batch.tokens" else tuned.base.tokens
+        if found[-1] == format_number(base):  # older versions wrote three digits
+            return base
         return int(found[-1].replace(",", ""))
     if "as at the start" in why:
         return value

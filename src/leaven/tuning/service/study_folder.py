@@ -30,10 +30,12 @@ from leaven import storage
 from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
+from leaven.scaling.transfer import searched_paths, study_start
 from leaven.storage import digest, make_folder, read, require_writable, write_text
 from leaven.training.run_folder import RunFolder, describe_changes
+from leaven.tuning.point import BATCH, TOKENS
 from leaven.tuning.service.stored_study import StoredTrial, TrialLog
-from leaven.tuning.space import SearchSpace
+from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, signed
 
 CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
@@ -283,4 +285,6 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
             parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
         doubt = "" if each.worth else ", not known to be more than the noise"
         parts += [f"the start's {start} costs {signed(each.gain)} +-{each.gain_deviation:.4f} nats{doubt}"]
+    if isinstance(space, Space) and path in (BATCH, TOKENS) and path in searched_paths(space.recipe):
+        parts += [f"an earlier study began with {study_start(space.recipe, path):,}"]
     return "; ".join(parts)
