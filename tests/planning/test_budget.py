@@ -6,6 +6,7 @@ import pytest
 
 from leaven.catalogue.laws import FRONTIERS
 from leaven.catalogue.starter.draft import StarterRequest
+from leaven.data.sources import TextSize
 from leaven.documents.planning import BudgetDocument, Price
 from leaven.errors import InputError
 from leaven.planning import budget as module
@@ -138,6 +139,16 @@ def test_a_short_text_is_counted_with_the_vocabulary_of_the_smaller_model() -> N
     _, tokens, fit = size_for_time(parse_cluster("1xRTX-4090"), "3h", text_tokens)
     assert counted[0] > 10_000 > counted[-1]
     assert (tokens, fit.text_tokens) == (8 * 10**7, 2 * 10**7)
+
+
+@pytest.mark.parametrize("megabytes", [1, 3, 5, 12, 40])
+def test_the_new_recipe_reads_a_short_text_four_times_at_most(megabytes: int) -> None:
+    """Also if the model of the count with one vocabulary has another."""
+    cluster, text_tokens = parse_cluster("1xRTX-4090"), TextSize(megabytes * 1e6).tokens
+    params, tokens, fit = size_for_time(cluster, "24h", text_tokens)
+    assert fit.text_tokens is not None
+    target = start(StarterRequest("short", params, tokens, proxy=0), cluster).target
+    assert 2.5 < tokens / text_tokens(target.model.vocab_size) <= 4.01
 
 
 @pytest.mark.parametrize("time", ["3", "h", "0h", "-2h", "3m", "1e3h", ""])

@@ -1,6 +1,7 @@
 """Knowledge from before a search: against the equations of a regression, and in searches where it is wrong."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,8 @@ def test_another_vocabulary_than_the_earlier_study_had_is_a_warning(folder: Path
     assert unlike_earlier(folder, space(tiny, LR)) == []
     (warning,) = unlike_earlier(folder, space(tiny.replace({"data.source": "other.txt"}), LR))
     assert f"its text is {tiny.data.source}, and that of this recipe is other.txt" in warning
+    relative = tiny.replace({"data.source": os.path.relpath(str(tiny.data.source))})
+    assert unlike_earlier(folder, space(relative, LR)) == []
     (warning,) = unlike_earlier(folder, space(tiny.replace({"schedule": {"decay": "constant"}}), LR))
     assert "with the schedule here (constant) it is 100%" in warning
     (warning,) = unlike_earlier(folder, space(tiny.replace({"model.vocab_size": 640}), LR))

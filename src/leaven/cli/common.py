@@ -251,9 +251,9 @@ def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "T
         if start is not None:
             from leaven.interop.weights import ends_caution, tokenizer_caution, zeros_caution
 
-            path = tokens.tokenizer_path
-            of_text = [caution(start, path) for caution in (tokenizer_caution, ends_caution) if path]
-            for caution in (*of_text, zeros_caution(start)):
+            path, end = tokens.tokenizer_path, tokens.end_of_text
+            of_ends = ends_caution(start, path, end) if path and end is not None else None
+            for caution in (path and tokenizer_caution(start, path), of_ends, zeros_caution(start)):
                 if caution is not None:
                     screen.line(f"  caution: {caution}")
     return tokens

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from leaven import __version__, storage
-from leaven.data.tokenizer import Encoder, given_tokenizer
+from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.errors import InputError
 from leaven.interop.architectures import Architecture, Config, Stored, holding, shape_values
@@ -411,25 +411,28 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
     )
 
 
-def ends_caution(folder: Path, tokenizer: Path) -> str | None:
-    """Return a warning if documents are trained between other tokens than those that a model in ``folder`` knows.
+def ends_caution(folder: Path, tokenizer: Path, end: int) -> str | None:
+    """Return a warning if documents end with another token than the model in ``folder`` knows, or lack the token that
+    the ``tokenizer`` puts before a text.
 
-    ``tokenizer`` is the file of the training's tokenizer. Return None if it cannot be read, or config.json cannot.
+    ``end`` is the id of the token that ends documents in training. Return None if a file cannot be read, or if the
+    tokenizer is not the model's, of which :func:`tokenizer_caution` warns.
     """
+    if tokenizer_caution(folder, tokenizer) is not None:
+        return None
     try:
         stated = read_json(folder / "config.json").get("eos_token_id")
         given = given_tokenizer(str(tokenizer), sys.maxsize)
-        assert given is not None
-        end = Encoder(given).end_of_text
     except InputError:
         return None
+    assert given is not None
     name = given.id_to_token(end)
     known = [id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int)]
     if known and end not in known:
+        theirs = listed([given.id_to_token(id) or str(id) for id in known], "or")
         return (
-            f"in training, documents end with {name} (id {end}), but eos_token_id of the model in {folder} is "
-            f"{listed([str(id) for id in known], 'or')}; if the tokenizer is that of the model, make that token the "
-            "only special one of the usual names in tokenizer.json"
+            f"documents end with {name} here, and texts of the model in {folder} with {theirs} (eos_token_id of its "
+            f"config.json); the trained model ends its texts with {name}"
         )
     first, plain = (given.encode("a", add_special_tokens=special).tokens[:1] for special in (True, False))
     if first and first not in (plain, [name]):

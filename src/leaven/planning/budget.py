@@ -126,17 +126,26 @@ def size_for_time(
         full = speeds.row("", partial(_params_at, RULE_OF_THUMB))
     except InputError as error:
         raise InputError(f"--time {time}: {error}") from None
-    params, tokens, short = full.params, full.tokens, None
-    at = speeds.at(params, tokens)
-    # Again, because a smaller model has a smaller vocabulary, with which the text has more tokens.
-    for _ in range(2):
-        if text_tokens is None or full.tokens <= MOST_EPOCHS * text_tokens(at.shape.vocab_size):
-            break
-        short = text_tokens(at.shape.vocab_size)
-        tokens = MOST_EPOCHS * short
+
+    def sized(vocab_size: int) -> tuple[float, float, int | None, BudgetSpeed]:
+        """Return (parameters, tokens, tokens of a text that is too short, speed) if the text is counted with a
+        vocabulary of this size."""
+        known = None if text_tokens is None else text_tokens(vocab_size)
+        if known is None or full.tokens <= MOST_EPOCHS * known:
+            return full.params, full.tokens, None, speeds.at(full.params, full.tokens)
+        tokens = MOST_EPOCHS * known
         params = min(max(tokens / RULE_OF_THUMB, _LEAST_FOR_TEXT), full.params)
-        at = speeds.at(params, tokens)
-        seconds = 6 * params * tokens / at.flops
+        return params, tokens, known, speeds.at(params, tokens)
+
+    # A smaller model has a smaller vocabulary, with which a text has more tokens, enough for a larger model.
+    # If no vocabulary fits its own count, take the largest: its count is the lowest.
+    counted, vocab_size = list[int](), speeds.at(full.params, full.tokens).shape.vocab_size
+    while vocab_size not in counted:
+        counted.append(vocab_size)
+        vocab_size = sized(vocab_size)[-1].shape.vocab_size
+    params, tokens, short, speed = sized(max(counted[counted.index(vocab_size) :]))
+    if short is not None:
+        seconds = 6 * params * tokens / speed.flops
     fit = TimeFit(cluster=str(cluster), seconds=seconds, text_tokens=short)
     return round(params), int(float(f"{tokens:.3g}")), fit
 

@@ -145,7 +145,8 @@ def text_left_out(run: RunFolder) -> str | None:
             rewind for rewind in _skipping(rewinds_of(run)) if rewind.asked and rewind.skip_to > rewind.skip_from
         ]
         if manual:
-            count = sum(rewind.skip_to - rewind.skip_from for rewind in manual)
+            # Not skip_to - skip_from, in which there may be data that the spike guard skipped.
+            count = sum((rewind.asked or {})["skip_tokens"] for rewind in manual)
             return (
                 f"{format_quantity(count)} tokens of its text left out after {format_quantity(manual[0].to_tokens)}"
             )

@@ -16,7 +16,9 @@ If both studies run a command, values of the same name are compared. At least on
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -86,11 +88,11 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
     if isinstance(space, Space):
         there, here = read_recipe(folder / "centre.toml"), space.recipe
         messages = [one.message for one in (*unlike(dict(there.model), here), *unlike_training(there, here))]
-        texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
-        if texts[0] != texts[1]:
+        if _text(there) != _text(here):
+            texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
             messages.append(
-                f"its text is {texts[0]}, and that of this recipe is {texts[1]}; values carry over only if the texts "
-                "are of one kind"
+                f"its text is {texts[0]}, and that of this recipe is {texts[1]} (or the weights differ); values "
+                "carry over only if the texts are of one kind"
             )
         return [f"{what}: {message}" for message in messages]
     before = {d.path for d in read_document(folder).dimensions}
@@ -101,6 +103,13 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
         f"{what}: it did not search {listed(missing, 'and')}, so its trials count as if they had run at the start; "
         "if a value only had another name there, give it the same name"
     ]
+
+
+def _text(recipe: Recipe) -> dict[str, Fraction]:
+    """Return the share of each source, by its absolute path or its other name."""
+    names = [source.source for source in recipe.data.sources]
+    paths = [name if ":" in name or not ({*name} & {*"./"}) else os.path.abspath(name) for name in names]
+    return dict(zip(paths, recipe.data.proportions, strict=True))
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
