@@ -119,6 +119,7 @@ def compared(recipe: Recipe) -> list[MemoryCheckRow]:
 MANY = {"number": 16, "active": 4, "d_expert": 176, "router": "sigmoid"}
 MIXED = {"model.n_layers": 3, "model.experts": EXPERTS}
 TWO = {"model.n_layers": 2}
+LONG = {"model.seq_len": 2048, "batch.tokens": 2048 * 16, "data.tokens": 2048 * 64}  # masks are a large part
 SOFTCAPS = {"model.attention_softcap": 50.0, "model.logit_softcap": 30.0}
 FP32 = {  # a model of 127 k parameters, whose states are smaller than its activations
     "model.vocab_size": 512, "model.n_layers": 2, "model.d_model": 64, "model.d_head": 16, "model.d_ff": 160,
@@ -137,6 +138,7 @@ QUICK: list[tuple[str, dict[str, Any]]] = [
     ("dp=8,zero=1,mbs=2", FP32),
     ("tp=1", TWO | {"model.norm_placement": "output", "model.qk_norm_whole": True, "model.parallel_branches": True}),
     ("tp=1", TWO | {"model.norm_placement": "sandwich", "model.window": 32, **SOFTCAPS}),
+    ("tp=1,mbs=2", TWO | LONG | {"data.documents": "isolated"}),
 ]
 # For `make test-slow`: these have no feature that the quick cases or tests/planning/test_memory.py lack.
 SLOW: list[tuple[str, dict[str, Any]]] = [
@@ -162,6 +164,9 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("tp=1,mbs=16", WIDE_FP32),
     ("tp=2,mbs=2", WIDE_FP32 | {"model.n_kv_heads": 2}),
     ("pp=2,mbs=8", WIDE_FP32),
+    ("tp=1,mbs=2", TWO | LONG | {"model.window": 64, "model.global_every": 2, "data.documents": "isolated"}),
+    ("tp=1,mbs=1,recompute=full", TWO | LONG | {"model.positions": "alibi"}),
+    ("tp=2,mbs=1", TWO | LONG | {"model.n_kv_heads": 2} | {"model.positions": "alibi", "data.documents": "isolated"}),
     ("tp=8,pp=8,dp=8,zero=1", LLAMA_70B | {"model.n_layers": 80}),
 ]
 

@@ -54,6 +54,28 @@ def test_the_gradients_of_packed_documents_are_the_same_as_alone(family: dict[st
         torch.testing.assert_close(together[name], parameter.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@families
+def test_the_layers_save_one_mask(family: dict[str, object], compute: torch.dtype) -> None:
+    """Layers with different windows have different masks."""
+    model, windows, saved = random_model(family).float(), packed(), dict[int, torch.Tensor]()
+    documents, _ = isolated(windows, END)
+    length = documents.shape[1]
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (length, length):
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    lower = torch.autocast("cpu", compute, enabled=compute != torch.float32, cache_enabled=False)
+    with lower, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(windows[:, :-1], documents)
+    by_layer = {model.shape.window_of(layer) for layer in range(model.shape.n_layers)}
+    softcap = model.shape.attention_softcap is not None
+    assert logits.requires_grad
+    assert [tensor.dtype for tensor in saved.values()] == ([torch.bool] if softcap else [compute] * len(by_layer))
+
+
 def test_documents_and_targets_of_a_window() -> None:
     windows = torch.tensor([[1, 9, 2, 3, 9, 9, 4, 5], [9, 1, 2, 3, 4, 5, 6, 9]])
     documents, targets = isolated(windows, 9)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from tests.planning.shapes import (
@@ -315,3 +316,31 @@ def test_norms_behind_branches_and_a_shared_norm_change_what_a_block_saves() -> 
     assert saved() - saved(parallel_branches=True) == stream + hidden
     gathered = LEAVEN_BF16.gathered_inputs  # each branch of a tensor-parallel rank has its own copy
     assert saved(2) - saved(2, parallel_branches=True) == stream / 2 + (0 if gathered else hidden / 2)
+
+
+MASKED = SMALL.model_copy(update={"seq_len": 4096})
+WINDOWS = {"window": 64, "global_every": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "documents", "masks"),
+    [
+        ({}, "packed", 0),
+        ({}, "isolated", 3),  # one for each sequence of a micro-batch
+        ({"positions": "alibi"}, "packed", SMALL.n_heads),
+        ({"positions": "alibi"}, "isolated", 3 * SMALL.n_heads),
+        (WINDOWS, "packed", 1),
+        (WINDOWS, "isolated", 2 * 3),
+        (WINDOWS | {"attention_softcap": 50.0}, "packed", 0),
+        (WINDOWS | {"attention_softcap": 50.0}, "isolated", 3 / 2),  # booleans
+    ],
+)
+def test_masks_of_attention_are_counted_once_for_all_layers(
+    changes: dict[str, Any], documents: str, masks: float
+) -> None:
+    shape, code = MASKED.model_copy(update=changes), LEAVEN_BF16.isolating(documents)
+    how = Arrangement(Layout(), 3, 2)
+    without = stage_memory(shape, how, 0, replace(code, masks=False))
+    counted = stage_memory(shape, how, 0, code)
+    assert counted.activations - without.activations == pytest.approx(masks * 2 * 4096**2)
+    assert activation_parts(shape, how, 0, code).get("attention.masks", 0) == masks * 2 * 4096**2

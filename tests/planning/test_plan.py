@@ -278,3 +278,17 @@ def test_a_plan_says_if_compiling_would_save_more_than_an_hour() -> None:
     assert len(said({"layout.compile": False})) == 1
     assert not said({"layout.compile": True})
     assert not said({"layout.compile": False, "data.tokens": 300_000_000, "schedule.warmup_tokens": 3_000_000})
+
+
+def test_a_plan_says_that_a_mask_is_slower_than_planned() -> None:
+    recipe = read_recipe(Path(__file__).parents[2] / "examples" / "350m.toml")
+
+    def said(changes: dict[str, str | int], gpus: str = "1xH100-SXM-80GB", code: str | None = None) -> bool:
+        found = plan_recipe(recipe.replace(changes), gpus, code=code).cautions
+        return any(one.startswith("the time is optimistic: isolated documents") for one in found)
+
+    for changes in ({"data.documents": "isolated"}, {"model.positions": "alibi"}, {"model.window": 256}):
+        assert said(changes)
+        assert not said(changes, code="megatron-flash")
+    assert not said({})
+    assert not said({"data.documents": "isolated"}, "cpu")

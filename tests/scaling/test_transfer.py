@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 from tests.errors import refused
@@ -9,7 +10,7 @@ from leaven.recipe.batch import Ramp
 from leaven.recipe.recipe import Average, Recipe, differences
 from leaven.scaling.table import parameter_table
 from leaven.scaling.tested_ranges import unlike, untuned
-from leaven.scaling.transfer import searched_paths, transfer, transfer_like
+from leaven.scaling.transfer import _increments, searched_paths, transfer, transfer_like
 
 
 def test_only_shape_budget_and_base_change(tiny: Recipe) -> None:
@@ -64,6 +65,39 @@ def test_two_transfers_with_changed_proportions_equal_one(tiny: Recipe) -> None:
     twice = transfer(transfer(tiny, width=32, d_head=16), width=64, depth=6, d_ff=96, d_head=8, tokens=163_840)
     assert once.model == twice.model
     assert parameter_table(once).rows == parameter_table(twice).rows
+
+
+def test_a_ramp_starts_at_its_share_of_another_batch(tiny: Recipe) -> None:
+    length = tiny.model.seq_len
+    ramp = {"start_tokens": 32 * length, "increment_tokens": 32 * length, "over_tokens": 2_000}
+    batch = {"tokens": 1536 * length, "ramp": ramp}
+    recipe = tiny.replace({"batch": batch, "data.tokens": 200 * 1536 * length})
+    moved = transfer(recipe, batch_tokens=1000 * length)
+    found = Ramp(start_tokens=20 * length, increment_tokens=20 * length, over_tokens=2_000)
+    assert moved.batch.ramp == found  # 21 of 1,000 are nearest to 32 of 1,536, but no other number divides 979
+    assert moved.why["batch.ramp"] == (
+        "the ramp keeps its share of the run; in whole sequences, it starts at 2.00% of the batch (before: 2.08%) "
+        "and has 49 increments (before: 47)"
+    )
+
+
+def test_a_moved_ramp_keeps_its_shares_as_far_as_whole_sequences_allow() -> None:
+    """The first batch is off by at most half an increment, often by less than one sequence, but has one sequence at
+    least. The size of an increment is off by a quarter, or is one of the two whole sizes next to its share."""
+    draw, near = random.Random(0), 0
+    for _ in range(2_000):
+        start, increment, increments = (draw.randint(1, draw.choice((4, 40, 400))) for _ in range(3))
+        full = start + increment * increments
+        sequences = draw.randint(2, 2 * full)
+        count, size = _increments(sequences, start / full, increments)
+        first, wanted, ideal = sequences - count * size, sequences * start / full, sequences * increment / full
+        assert 1 <= first < sequences
+        assert abs(first - wanted) <= max(size / 2 if wanted >= size / 2 else size, 1)
+        near += abs(first - wanted) <= 1
+        assert 0.79 * ideal - 1 <= size <= 1.26 * ideal + 1
+        if sequences == full:
+            assert (count, size) == (increments, increment)
+    assert near > 1_500
 
 
 def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:

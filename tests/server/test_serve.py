@@ -27,6 +27,7 @@ from tests.views.written import proxy, write_run
 from leaven.documents import sealed
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import read_recipe, write_recipe
+from leaven.server import app
 from leaven.server import folders as module
 from leaven.server.app import application
 from leaven.server.folders import find, row
@@ -182,15 +183,44 @@ def test_the_planner_answers_as_leaven_plan_does_and_prints_its_command(
     tmp_path: Path,
 ) -> None:
     recipe = tmp_path / "mine.toml"
-    assert leaven("new", recipe, "--params", "1B", "--tokens", "20B", "--proxy", "none")[0] == 0
+    size = ("--params", "1B", "--tokens", "20B")
+    assert leaven("new", recipe, *size, "--gpus", "8 x A100-80GB", "--proxy", "none")[0] == 0
     plan = plan_recipe(read_recipe(recipe), "8xA100-80GB", "tp=2")
     _, _, page = get(port, "/plan?size=1B&tokens=20B&gpus=8+x+A100-80GB&layout=tp%3D2&price=%242")
     assert f"{plan.chosen.memory.total / 2**30:.1f} of 80 GiB" in page
     assert f"{plan.speed.mfu:.1%}" in page
     (command,) = re.findall(r"<code>(leaven new .*?)</code>", html.unescape(page))
     new, plan_command = map(shlex.split, command.split(" && "))
-    assert new == ["leaven", "new", "mine.toml", "--params", "1B", "--tokens", "20B"]
+    assert new == ["leaven", "new", "mine.toml", *size, "--gpus", "8 x A100-80GB"]
     assert plan_command[3:] == ["--gpus", "8 x A100-80GB", "--layout", "tp=2", "--price", "$2"]
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus"),
+    [
+        ("1B", "7xH100-80GB"),
+        ("1B", "12xH100-80GB"),
+        ("300M", "24xA100-80GB"),
+        ("7B", "1000xH100-80GB"),
+        ("llama2-7b", "64xA100-80GB"),
+    ],
+)
+def test_the_command_gives_the_plan_of_the_page(
+    leaven: Verb,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: str,
+    gpus: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = dict.fromkeys(("layout", "price"), "") | {"size": size, "tokens": "20B", "gpus": gpus}
+    page = app._planned(given)[0].document()
+    for command in app._command(given).split(" && "):
+        code, output, _ = leaven(*shlex.split(command)[1:], "--json")
+        assert code == 0
+    printed = json.loads(output)
+    for key in ("layout", "memory", "speed", "days", "alternatives"):
+        assert printed[key] == json.loads(page.model_dump_json())[key], key
 
 
 @pytest.mark.parametrize(

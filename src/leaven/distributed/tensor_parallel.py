@@ -203,12 +203,15 @@ def _apply(module: nn.Module, mesh: DeviceMesh, table: dict[str, ParallelStyle])
 
 
 def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a block's attention use the slice of the ALiBi bias that belongs to this rank's heads."""
+    """Make a block's attention use the slice of the ALiBi masks that belongs to this rank's heads."""
 
     def mine(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, norm, positions = arguments
         sliced = copy(positions)
-        sliced.bias_HTT = positions.bias_HTT.chunk(mesh.size(), dim=-3)[mesh.get_local_rank()]
+        sliced.masks = {
+            window: mask_HTT.chunk(mesh.size(), dim=-3)[mesh.get_local_rank()]
+            for window, mask_HTT in positions.masks.items()
+        }
         return x, norm, sliced
 
     block.attention.register_forward_pre_hook(mine)  # type: ignore[union-attr]

@@ -181,6 +181,11 @@ if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
 register_flop_formula(_COUNTED)(_onednn_flops)
 
 
+def prefers_causal_attention(device: str) -> bool:
+    """Return whether :func:`causal_attention` is faster than torch's own attention on this type of device."""
+    return device == "cpu"
+
+
 def causal_attention(
     q_BHTE: Tensor,
     k_BKTE: Tensor,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leaven.model.experts import MixtureOfExperts, SequenceWeights, activated
-from leaven.model.kernels import causal_attention, linear, rms_norm, rotate
+from leaven.model.kernels import causal_attention, linear, prefers_causal_attention, rms_norm, rotate
 from leaven.model.loss import IGNORED, ZLoss, cross_entropy
 from leaven.recipe.shape import ModelShape
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
             q_BTHE, k_BTKE = norm["query"](q_BTHE), norm["key"](k_BTKE)
         q_BHTE, k_BKTE, v_BKTE = positions.rotate(q_BTHE), positions.rotate(k_BTKE), v_BTKE.transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
-        if self.softcap or (x_BTD.is_cpu and positions.bias_HTT is None and not dropout):
+        if self.softcap or (prefers_causal_attention(x_BTD.device.type) and positions.plain and not dropout):
             y_BHTE = causal_attention(
                 q_BHTE,
                 k_BKTE,
@@ -88,17 +88,17 @@ class Attention(nn.Module):
                 scale=self.scale,
                 window=self.window,
                 softcap=self.softcap,
-                allowed_B1TT=positions.bias_HTT,
+                allowed_B1TT=positions.allowed_B1TT,
             )
         else:
-            bias_HTT = positions.within(self.window)
+            mask_HTT = positions.masks.get(self.window)
             y_BHTE = F.scaled_dot_product_attention(
                 q_BHTE,
                 k_BKTE,
                 v_BKTE,
-                attn_mask=bias_HTT,
+                attn_mask=mask_HTT,
                 dropout_p=dropout,
-                is_causal=bias_HTT is None,
+                is_causal=mask_HTT is None,
                 scale=self.scale,
                 enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
             )
@@ -273,12 +273,13 @@ class Transformer(nn.Module):
 
 
 class Positions:
-    """Rotary cosines and sines, and the bias or mask of the attention scores, for one forward pass.
+    """Rotary cosines and sines, and the masks of the attention scores, for one forward pass.
 
     - Cosines and sines: (T, d_rotary / 2), or (B, T, d_rotary / 2) with ``documents_BT``.
-    - Bias of ALiBi: (H, T, T), or (B, H, T, T) with ``documents_BT``.
-    - Mask of documents, if there is no ALiBi: (B, 1, T, T).
-    - Mask of a sliding window: (T, T).
+    - Masks by attention window (None: all earlier positions), which are added to the scores: (T, T), or (B, 1, T, T)
+      with ``documents_BT``; with ALiBi (H, T, T) or (B, H, T, T). Plain causal attention has none. They have the
+      dtype of the matrix products. Otherwise each layer would convert its mask, and autograd would save every copy.
+    - For attention with a softcap, instead of masks: whether a query may attend to a key, (B, 1, T, T).
     """
 
     def __init__(
@@ -289,48 +290,35 @@ class Positions:
         documents_BT: Tensor | None = None,
         sequences: SequenceWeights | None = None,
     ) -> None:
-        self.bias_HTT: Tensor | None = None
-        self.window_TT: Tensor | None = None
         self.sequences = sequences  # for the routers of experts
         self.cos_TE = self.sin_TE = None
-        device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps lacks float64
-        places_T = torch.arange(length, device=device, dtype=torch.float64)
         if shape.positions == "rope":
+            device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps lacks float64
+            places_T = torch.arange(length, device=device, dtype=torch.float64)
             # Su et al. 2021, arXiv 2104.09864; entry i of a head is paired with entry i + E/2, as in Llama.
             exponents_E = torch.arange(0, shape.d_rotary, 2, device=device, dtype=torch.float64) / shape.d_rotary
             angles_TE = torch.outer(places_T, shape.rope_theta**-exponents_E)
             self.cos_TE = angles_TE.cos().to(like.device, like.dtype)
             self.sin_TE = angles_TE.sin().to(like.device, like.dtype)
-        elif shape.positions == "alibi":
-            distance_TT = places_T[None, :] - places_T[:, None]
-            slopes_H = torch.tensor(alibi_slopes(shape.n_heads), device=device, dtype=torch.float64)
-            bias_HTT = slopes_H[:, None, None] * distance_TT
-            self.bias_HTT = bias_HTT.masked_fill(distance_TT > 0, -torch.inf).to(like.device, like.dtype)
-        if shape.window:
-            behind_TT = places_T[:, None] - places_T[None, :]
-            self.window_TT = ((behind_TT >= 0) & (behind_TT < shape.window)).to(like.device)
-        if documents_BT is None:
-            return
-        if self.cos_TE is not None and self.sin_TE is not None:
+        if documents_BT is not None and self.cos_TE is not None and self.sin_TE is not None:
             within_BT = places(documents_BT, documents_BT)
             self.cos_TE, self.sin_TE = self.cos_TE[within_BT], self.sin_TE[within_BT]
-        same_B1TT = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
-        self.bias_HTT = (
-            same_B1TT.tril() if self.bias_HTT is None else self.bias_HTT.masked_fill(~same_B1TT, -torch.inf)
-        )
-
-    def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask for the attention scores of a layer, or None for plain causal attention.
-
-        ``window`` is the layer's attention window; None for attention to all earlier positions.
-        """
-        if window is None or self.window_TT is None:
-            return self.bias_HTT
-        if self.bias_HTT is None:
-            return self.window_TT
-        if self.bias_HTT.dtype == torch.bool:
-            return self.bias_HTT & self.window_TT
-        return self.bias_HTT.masked_fill(~self.window_TT, -torch.inf)
+        self.plain = documents_BT is None and shape.positions != "alibi"
+        self.masks: dict[int | None, Tensor] = {}
+        self.allowed_B1TT: Tensor | None = None
+        if shape.attention_softcap:
+            if documents_BT is not None:
+                self.allowed_B1TT = allowed(length, like, documents_BT)
+            return
+        for window in {shape.window_of(layer) for layer in range(shape.n_layers)}:
+            if window is None and self.plain:
+                continue
+            if shape.positions == "alibi":
+                self.masks[window] = alibi_mask(shape.n_heads, length, like, documents_BT, window)
+            else:
+                minus_inf = torch.full((), -torch.inf, device=like.device, dtype=_compute_dtype(like))
+                allowed_BTT = allowed(length, like, documents_BT, window)
+                self.masks[window] = torch.where(allowed_BTT, torch.zeros_like(minus_inf), minus_inf)
 
     def rotate(self, x_BTHE: Tensor) -> Tensor:
         """Return queries or keys as (B, H, T, E), rotated if the positions are rotary."""
@@ -350,6 +338,35 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
         return place_T
     first_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0
     return place_T - (place_T * first_BT).cummax(1).values
+
+
+def allowed(length: int, like: Tensor, documents_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+    """Return whether each query (row) may attend to each key (column): (T, T), or (B, 1, T, T) with documents."""
+    place_T = torch.arange(length, device=like.device)
+    allowed_BTT = place_T <= place_T[:, None]
+    if window:
+        allowed_BTT &= place_T > place_T[:, None] - window
+    if documents_BT is not None:
+        allowed_BTT = allowed_BTT & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+    return allowed_BTT
+
+
+def alibi_mask(
+    n_heads: int, length: int, like: Tensor, documents_BT: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Return the bias of ALiBi, and minus infinity where :func:`allowed` is False: (H, T, T), or (B, H, T, T) with
+    documents."""
+    device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps lacks float64
+    # The bias of a key depends only on its distance, so (H, 2 T - 1) values are computed in float64.
+    distance_R = torch.arange(1 - length, length, device=device, dtype=torch.float64)
+    slopes_H = torch.tensor(alibi_slopes(n_heads), device=device, dtype=torch.float64)
+    far_R = (distance_R > 0) | (distance_R <= -(window or length))
+    bias_HR = (slopes_H[:, None] * distance_R).masked_fill(far_R, -torch.inf).to(like.device, like.dtype)
+    rows_HTT = bias_HR.to(_compute_dtype(like)).unfold(-1, length, 1)  # a view, the last query first
+    if documents_BT is None:
+        return rows_HTT.flip(-2)
+    mask_BHTT = rows_HTT.expand(len(documents_BT), -1, -1, -1).flip(-2)
+    return mask_BHTT.masked_fill_(documents_BT[:, None, :, None] != documents_BT[:, None, None, :], -torch.inf)
 
 
 def alibi_slopes(n_heads: int) -> list[float]:

@@ -56,6 +56,8 @@ class Core:
     d_qk: int  # width of a head's queries and keys
     d_v: int  # width of a head's values
     window: int | None = None  # keys that a query attends to, its own position included; None: all
+    alibi: bool = False  # each head adds its own bias to the scores
+    softcap: bool = False
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
         """Return the FLOPs of a forward pass per token.
@@ -246,7 +248,15 @@ def blueprint(model: Model) -> Blueprint:
             mlp = expert_rows(d, experts.d_expert, used, experts.shared, gated=model.gated)
         return BlockTable(
             (*rows, *mlp),
-            Core(heads, kv_heads, d_head, d_head, window),
+            Core(
+                heads,
+                kv_heads,
+                d_head,
+                d_head,
+                window,
+                alibi=model.positions == "alibi",
+                softcap=model.attention_softcap is not None,
+            ),
             len(model.block_norms) * norm + shared * d_head,
             (heads + kv_heads) * d_head if per_head else 0,
             model.activation,

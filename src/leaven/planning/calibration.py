@@ -60,6 +60,7 @@ class CalibrationRecord(BaseModel):
     grad_accumulation: int = Field(gt=0)
     ns_steps: int = 0  # Newton-Schulz iterations of Muon in a step; 0: without Muon
     averages: bool = False  # whether the run kept an average of its weights
+    documents: str = "packed"  # ``data.documents`` of the run
     predicted: StepCost | None  # None for an accelerator that is not in the table
     measured: StepCost | None  # None if no step was measured
     steps: int = Field(ge=0)  # number of measured steps
@@ -74,13 +75,20 @@ class CalibrationRecord(BaseModel):
 
 
 def predicted(
-    model: ModelShape, how: Arrangement, accelerator: str, compute: str, *, ns_steps: int = 0, averages: bool = False
+    model: ModelShape,
+    how: Arrangement,
+    accelerator: str,
+    compute: str,
+    *,
+    ns_steps: int = 0,
+    averages: bool = False,
+    documents: str = "packed",
 ) -> StepCost | None:
     """Return the planned time and memory of a step of leaven's trainer, or None if the step cannot be planned."""
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
         cluster, code = in_precision(cluster, compute)
-        code = code.with_muon(ns_steps).averaging(averages)
+        code = code.with_muon(ns_steps).averaging(averages).isolating(documents)
         memory = worst_stage(model, how, code.tensors_only()).total / GIB
         return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
     except Exception:  # a failed prediction must not stop a training run
@@ -170,7 +178,13 @@ def calibration(
     found = found[-NEWEST:]
     for _, weight, record, took in found:
         expected = predicted(
-            record.model, record.arrangement, accelerator, compute, ns_steps=record.ns_steps, averages=record.averages
+            record.model,
+            record.arrangement,
+            accelerator,
+            compute,
+            ns_steps=record.ns_steps,
+            averages=record.averages,
+            documents=record.documents,
         )
         expected = expected or record.predicted  # if the current planner cannot plan the run
         if expected is None:

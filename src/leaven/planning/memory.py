@@ -98,6 +98,7 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
             if layout.tp > 1:
                 logits += code.element * (unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
+    masks = mask_bytes(table, how, stage, code)
     # The logits and the temporary memory of a block's backward pass never exist together: only the larger counts.
     in_block = max(0.0, max(inside, inside - tokens * rank.freed + rank.exchange) + rank.units - logits)
     exchange = min(rank.exchange, in_block)
@@ -111,6 +112,7 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
         # this pass frees. Counted in fp32 only, where it was measured.
         reused = min(rank.grads, activations / flying + logits)
     grads = rank.grads - reused
+    activations += masks
     # The update needs memory for all gradients, and may use what the backward pass has freed.
     update = max(0.0, rank.update + reused - gathered - logits - activations)
     buffers = rank.buffers + exchange + update
@@ -128,6 +130,22 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
         code.fixed_gib * GIB,
         code.slack * dynamic,
     )
+
+
+def mask_bytes(table: Blueprint, how: Arrangement, stage: int, code: TrainingCode) -> float:
+    """Return the bytes of a rank's masks of attention scores, which its layers share. Tensor-parallel ranks keep the
+    masks of all heads."""
+    if not code.masks:
+        return 0.0
+    layout, found = how.layout, dict[int | None, float]()
+    for block, _ in rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance):
+        core, each = block.core, how.micro_batch if code.isolated else 1
+        if core.softcap:  # booleans for documents only: windows need no tensor
+            found[None] = each if code.isolated else 0
+        elif code.isolated or core.alibi or core.window:
+            found[core.window] = code.element * each * (core.heads if core.alibi else 1)
+    passes = in_flight(layout, stage, scheduled(layout, how.grad_accumulation)) * layout.stages_per_rank
+    return passes * sum(found.values()) * table.seq_len**2
 
 
 @cache
@@ -264,6 +282,8 @@ def activation_parts(
             by_operator = {"kept": kept.stays}
         for name, each in by_operator.items():
             found[name] += tokens * count * each
+    if masks := mask_bytes(table, how, stage, code):
+        found["attention.masks"] = masks
     everything = stage_memory(table, how, stage, code).activations
     return dict(found) | {"elsewhere": max(0.0, everything - sum(found.values()))}
 

@@ -17,7 +17,7 @@ from leaven.planning.explain import any_fits, explain, memory_and_limit, no_layo
 from leaven.planning.flops import CONVENTION, flops_per_token, utilisation
 from leaven.planning.hardware import estimated_gpus, parse_cluster
 from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
-from leaven.planning.memory import GIB, activation_parts, stage_memory
+from leaven.planning.memory import GIB, activation_parts, mask_bytes, stage_memory
 from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
 from leaven.planning.training_codes import Moments, in_precision, states, training_code
 from leaven.recipe.layout import Layout
@@ -135,6 +135,11 @@ class ClusterPlan:
                 f"not compiled: with layout.compile = true, steps are planned up to {chosen.time.step / step:.1f} "
                 "times as fast, because torch.compile fuses the kernels between matrix products"
             )
+        if device.name != "cpu" and mask_bytes(blueprint(self.job.model), chosen.arrangement, 0, self.job.code):
+            found.append(
+                "the time is optimistic: isolated documents, ALiBi and windows are a mask, with which torch does not "
+                "use flash attention; the speed of its other kernels is not known, so that of flash is planned"
+            )
         if thin_pipeline(chosen.arrangement):
             pp = chosen.arrangement.layout.pp
             found.append(
@@ -227,7 +232,7 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     code = named or code
     code = code.with_moments(moments) if moments else code.with_muon(recipe.hyperparameters.ns_steps)
-    code = code.averaging(recipe.average is not None)
+    code = code.averaging(recipe.average is not None).isolating(recipe.data.documents)
     return Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile, by_leaven=named is None)
 
 

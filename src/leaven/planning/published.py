@@ -161,7 +161,7 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
         head = arch.d_head or d // heads
         qkv_bias = bias if arch.qkv_bias is None else arch.qkv_bias
         matmuls = attention_rows(d, heads, kv_heads, head, bias=bias, qkv_bias=qkv_bias)
-        core = Core(heads, kv_heads, head, head)
+        core = Core(heads, kv_heads, head, head, alibi=arch.positional == "alibi")
         if arch.positional == "relative":  # Transformer-XL projects the encoding of each distance
             matmuls.append(Matmul("attention.distance", d, d, "column"))
         if qk_norm and arch.qk_norm_width == "head":

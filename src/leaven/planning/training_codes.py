@@ -57,6 +57,9 @@ class TrainingCode:
     element: int = 2  # bytes of an element of an activation tensor
     residual: int = 2  # bytes of an element of the residual stream
     flash_attention: bool = True  # attention uses a flash kernel, which does not write scores to memory
+    # Documents, ALiBi and windows are a mask of the scores, one for all layers of a forward pass that have the same.
+    masks: bool = False
+    isolated: bool = False  # attention stops at the start of a document, so with ``masks`` each sequence has its own
     sequence_parallel: bool = False  # tensor-parallel ranks split the sequence outside attention and MLP
     gathered_inputs: bool = False  # with sequence_parallel: the gathered inputs of attention and MLP are saved
     # What selective recomputation repeats. core: scores, softmax and weighted sum of attention; products: everything
@@ -121,6 +124,10 @@ class TrainingCode:
 
     def averaging(self, averages: bool) -> "TrainingCode":
         return replace(self, average=4) if averages else self
+
+    def isolating(self, documents: str) -> "TrainingCode":
+        """Return the training code for ``data.documents``, "packed" or "isolated"."""
+        return replace(self, isolated=True) if documents == "isolated" else self
 
     def tensors_only(self) -> "TrainingCode":
         """Return the code without fixed memory and slack. Runs and dry runs measure only tensors."""

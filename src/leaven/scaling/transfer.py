@@ -5,6 +5,7 @@ intervals such as ``evaluation.every_tokens`` keep their share of the run. Each 
 sequences, so do not transfer a transferred recipe.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from leaven.catalogue.messages import sentence, templates
 from leaven.catalogue.terms import read
 from leaven.errors import InputError
+from leaven.recipe.batch import Batch
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
@@ -269,19 +271,44 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
             for stage in batch.stages
         ]
     if batch.ramp is not None:
-        # Keep the number of increments. Increments are rounded to whole sequences, and the first batch is the rest.
-        increments = (batch.tokens - batch.ramp.start_tokens) // batch.ramp.increment_tokens
-        increment = max(int(batch.ramp.increment_tokens * larger / seq_len), 1) * seq_len
-        room = (tokens - seq_len) // increment
-        if room or not increments:
-            increments = min(increments, room)
+        share, increments = _start_and_increments(batch)
+        sequences = tokens // seq_len
+        if sequences > 1 or not increments:
+            increments, increment = _increments(sequences, share, increments)
             moved["ramp"] = {
-                "start_tokens": tokens - increments * increment,
-                "increment_tokens": increment,
+                "start_tokens": tokens - increments * increment * seq_len,
+                "increment_tokens": increment * seq_len,
                 "over_tokens": max(round(batch.ramp.over_tokens * longer), 1),
                 "rule": batch.ramp.rule,
             }
     return moved
+
+
+def _start_and_increments(batch: Batch) -> tuple[float, int]:
+    """Return the first batch of a ramp as a share of the full batch, and the number of increments."""
+    assert batch.ramp is not None
+    climb = batch.tokens - batch.ramp.start_tokens
+    return batch.ramp.start_tokens / batch.tokens, climb // batch.ramp.increment_tokens
+
+
+def _increments(sequences: int, share: float, increments: int) -> tuple[int, int]:
+    """Return (number of increments, sequences in an increment) of a ramp to a batch of ``sequences``.
+
+    The first batch is what remains. It is as near as possible to ``share`` of the batch, with a number of increments
+    from 4/5 to 5/4 of ``increments``, or with one of the two sizes next to the size that would keep their number. It
+    is off by at most half an increment, or by less than one if it would be smaller than half an increment.
+    """
+    if not increments:
+        return 0, 1
+    climb = sequences * (1 - share)
+    sizes = {math.floor(climb / increments), math.ceil(climb / increments)}
+    sizes |= {round(climb / count) for count in range(-(-4 * increments // 5), 5 * increments // 4 + 1)}
+    found = []
+    for size in {min(max(size, 1), sequences - 1) for size in sizes}:
+        count = min(max(round(climb / size), 1), (sequences - 1) // size)
+        found.append((abs(count * size - climb), abs(count - increments), count, size))
+    *_, count, size = min(found)
+    return count, size
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
@@ -296,6 +323,10 @@ def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
         "studied": any(path.startswith("hyperparameters.") for path in searched),
         "clip": before.why["hyperparameters.grad_clip"] if "hyperparameters.grad_clip" in searched else None,
     }
+    if before.batch.ramp and after.batch.ramp:
+        for name, batch in (("ramp", after.batch), ("ramp_before", before.batch)):
+            share, increments = _start_and_increments(batch)
+            facts[name] = {"share": share, "increments": increments}
     for name, part, whole in (("group", "n_heads", "n_kv_heads"), ("ff", "d_ff", "d_model")):
         old, new = (getattr(of.model, part) / getattr(of.model, whole) for of in (before, after))
         facts[name] = {"before": old, "after": new, "kept": old == new}

@@ -28,6 +28,7 @@ from leaven.planning.cost import parse_price
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.plan import ClusterPlan, plan_recipe
 from leaven.planning.published import plan_run
+from leaven.planning.start import laid_out
 from leaven.recipe.units import parse_quantity
 from leaven.server.folders import Found, find, row, tag
 from leaven.views.catalogue_page import catalogue_page
@@ -185,7 +186,8 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
     if size and not size[0].isdigit():
         return plan_run(size, gpus, layout), size
     request = StarterRequest(size, parse_quantity(size), parse_quantity(given["tokens"]), proxy=0)
-    recipe = starter(replace(request, gpus=parse_cluster(gpus).gpus)).target
+    cluster = parse_cluster(gpus)
+    recipe = laid_out(starter(replace(request, gpus=cluster.gpus)), cluster).target
     return plan_recipe(recipe, gpus, layout), f"{size} on {given['tokens']} tokens"
 
 
@@ -196,4 +198,5 @@ def _command(given: Mapping[str, str]) -> str:
     if given["size"] and not given["size"][0].isdigit():
         return shlex.join(["leaven", "plan", given["size"], *options])
     new = ["leaven", "new", "mine.toml", "--params", given["size"], "--tokens", given["tokens"]]
+    new += ["--gpus", given["gpus"]]  # the batch and the layout depend on it
     return f"{shlex.join(new)} && {shlex.join(['leaven', 'plan', 'mine.toml', *options])}"

@@ -140,6 +140,7 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
         # Attention with dropout has no fused kernel on a CPU.
         flash_attention=not (shape.dropout and device_type == "cpu"),
         fixed_gib=0,
+        isolated=recipe.data.documents == "isolated",
     ).averaging(recipe.average is not None)
     recompute = recipe.layout.recompute
     # Two micro-batches a step, whose forward passes find gradients in memory.

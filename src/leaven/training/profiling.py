@@ -137,10 +137,12 @@ def record_of(
 ) -> CalibrationRecord:
     """Return a record of a step: the predicted cost, and the measured cost (the median of ``steps`` steps)."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
-    ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
-    planned = None
-    if accelerator:
-        planned = predicted(shape, how, accelerator.name, compute, ns_steps=ns_steps, averages=averages)
+    uses: dict[str, Any] = {
+        "ns_steps": recipe.hyperparameters.ns_steps,
+        "averages": recipe.average is not None,
+        "documents": recipe.data.documents,
+    }
+    planned = predicted(shape, how, accelerator.name, compute, **uses) if accelerator else None
     return CalibrationRecord(
         by=by,
         device=device_name(device),
@@ -152,8 +154,7 @@ def record_of(
         batch_tokens=batch_tokens,
         micro_batch=how.micro_batch,
         grad_accumulation=how.grad_accumulation,
-        ns_steps=ns_steps,
-        averages=averages,
+        **uses,
         predicted=planned,
         measured=measured,
         steps=steps,

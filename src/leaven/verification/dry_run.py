@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -67,6 +68,8 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
         with fake, tracker, patch.object(kernels, "on_host", _even), ExitStack() as of_device:
             if device != "cpu":
                 of_device.enter_context(patch.object(transformer, "causal_attention", _flash))
+                of_device.enter_context(patch.object(transformer, "prefers_causal_attention", lambda _: False))
+                of_device.enter_context(patch.object(F, "scaled_dot_product_attention", _flash))
                 of_device.enter_context(patch.object(kernels, "has_grouped_kernel", lambda _: device == "cuda"))
                 of_device.enter_context(patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS[device]))
             return two_steps(training, tracker, training.issue)
@@ -131,7 +134,8 @@ def _even(sizes: Tensor, total: int) -> list[int]:
 
 
 def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, **how: Any) -> Tensor:
-    y_BHTE: Tensor = _Flash.apply(q_BHTE, k_BKTE, v_BKTE)  # type: ignore[no-untyped-call]
+    mask = how.get("attn_mask", how.get("allowed_B1TT"))
+    y_BHTE: Tensor = _Flash.apply(q_BHTE, k_BKTE, v_BKTE, mask)  # type: ignore[no-untyped-call]
     return y_BHTE
 
 
@@ -139,18 +143,20 @@ class _Flash(torch.autograd.Function):
     """A substitute for flash attention that allocates the same memory without computing values.
 
     The backward pass needs the arguments, the output and one fp32 number for each query of each head (Dao et al.
-    2022, arXiv 2205.14135, algorithm 1).
+    2022, arXiv 2205.14135, algorithm 1). With a mask, torch uses its memory-efficient kernel on CUDA, which also
+    saves the mask, and does not copy one that has the queries' dtype and rows of a multiple of 16 elements
+    (pytorch/pytorch, ATen/native/transformers/attention.cpp: convert_boolean_attn_mask, preprocess_mask).
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
         y_BHTE = torch.empty_like(q_BHTE.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         sums_BHT = q_BHTE.new_empty(q_BHTE.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q_BHTE, k_BKTE, v_BKTE, y_BHTE, sums_BHT)
+        ctx.save_for_backward(q_BHTE, k_BKTE, v_BKTE, y_BHTE, sums_BHT, mask)
         return y_BHTE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_BHTE: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, g_BHTE: Tensor) -> tuple[Tensor | None, ...]:
         q_BHTE, k_BKTE, v_BKTE, *_ = ctx.saved_tensors
-        return torch.empty_like(q_BHTE), torch.empty_like(k_BKTE), torch.empty_like(v_BKTE)
+        return torch.empty_like(q_BHTE), torch.empty_like(k_BKTE), torch.empty_like(v_BKTE), None

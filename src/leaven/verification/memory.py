@@ -121,7 +121,7 @@ def tensors(recipe: Recipe) -> TrainingCode:
     """
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
-    return code.averaging(recipe.average is not None)
+    return code.averaging(recipe.average is not None).isolating(recipe.data.documents)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
