@@ -205,6 +205,27 @@ def test_the_start_of_a_study_is_read_from_its_reason(tiny: Recipe, target: Reci
         transfer_like(tuned.replace({"why": {path: "study tiny, trial 3"}}), target)
 
 
+def test_two_transfers_in_a_row_keep_what_a_study_found(tiny: Recipe, target: Recipe) -> None:
+    why = {"schedule.warmup_tokens": "study tiny, trial 3; the start's 512 costs +0.01"}
+    why["batch.tokens"] = "study tiny, trial 3; the start's 256 costs +0.01"
+    changes = {
+        "schedule.warmup_tokens": 2_048,
+        "batch.tokens": 512,
+        "scaling.base": tiny.base.model_dump(),
+        "why": why,
+    }
+    tuned = tiny.replace(changes)
+    direct = transfer_like(tuned, target)
+    for sizes in ({"tokens": 2 * tuned.data.tokens}, {"width": 32, "batch_tokens": 1_024, "tokens": 40_960}):
+        step = transfer(tuned, **sizes)
+        assert searched_paths(step) == searched_paths(tuned)
+        again = transfer_like(step, target)
+        assert (again.schedule.warmup_tokens, again.batch.tokens) == (
+            direct.schedule.warmup_tokens,
+            direct.batch.tokens,
+        )
+
+
 def test_searched_values_are_those_whose_reasons_name_a_trial(tiny: Recipe) -> None:
     why = {"batch.tokens": "mine: study tiny-1.5, trial 3 (tpe)", "schedule.warmup_tokens": "study of warm-ups: 5%"}
     assert searched_paths(tiny.replace({"why": why})) == {"batch.tokens"}

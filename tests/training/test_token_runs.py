@@ -1,6 +1,8 @@
 """Runs on token ids of other programs: their losses are those of the text, and a run without a tokenizer gets no
 text."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,12 @@ import numpy as np
 import pytest
 from tests.data.written import documents, hugging_face, megatron
 from tests.errors import refused
+from tokenizers import Tokenizer
 
 from leaven.cli.next_commands import after_train
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
-from leaven.training.load import load_run
+from leaven.training.load import export_run, load_run
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -69,6 +72,30 @@ def test_a_file_that_changed_since_is_noticed(tiny: Recipe, tmp_path: Path) -> N
     with refused("was trained on other text", "have changed since"):
         run(recipe, parts.path)
     assert lines(parts.path) == before
+
+
+def test_a_run_ends_texts_with_the_token_that_ended_its_documents(tiny: Recipe, tmp_path: Path) -> None:
+    """Also if the tokenizer has another token of a usual name, which is special or comes first."""
+    text = prepare(tiny.data, tiny.model.vocab_size)
+    tokenizer = Tokenizer.from_file(str(text.tokenizer_path))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    end = tokenizer.token_to_id("<|im_end|>")
+    tokenizer.save(str(tmp_path / "chat.json"))
+    shape = {"model.vocab_size": end + 1, "data.tokens": 256, "schedule.warmup_tokens": 0}
+    ids = {"data.source": [{"source": megatron(tmp_path / "a.bin", documents())}], "data.end_of_text": end}
+    recipe = tiny.replace(shape | ids | {"data.tokenizer": str(tmp_path / "chat.json")})
+    run(recipe, tmp_path / "run")
+    loaded = load_run(tmp_path / "run")
+    assert loaded.end_of_text == end
+    export_run(loaded, tmp_path / "exported")
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"]) == (end, end)
+    run(tiny.replace(shape | {"data.tokenizer": str(tmp_path / "chat.json")}), tmp_path / "text")
+    assert load_run(tmp_path / "text").end_of_text == text.end_of_text
+    older = replace(load_run(tmp_path / "text"), trained_end="first")
+    assert older.end_of_text == text.end_of_text
+    with refused(f"no token {end}, which ended documents in training"):
+        _ = replace(loaded, tokenizer=Tokenizer.from_file(str(text.tokenizer_path))).end_of_text
 
 
 def test_without_a_tokenizer_text_is_refused(tiny: Recipe, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ sequences, so do not transfer a transferred recipe.
 
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
 _WARM_UP = "schedule.warmup_tokens"
+_SEARCHED_COUNTS = ("batch.tokens", "data.tokens")  # `transfer_like` multiplies them by (found) / (start)
 # Part of the reason that ``leaven tune`` writes for a value. A user may have written a note before it.
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
 # The start of a study, or of an earlier one, in such a reason. The last number is at the size of the recipe.
@@ -129,7 +131,11 @@ def transfer(
         if every is not None:
             changes[path] = max(round(every * longer), 1)
     moved = _moved(recipe, changes)
-    return moved.replace({"why": recipe.why | _reasons(recipe, moved)})
+    reasons = _reasons(recipe, moved)
+    for path in searched_paths(recipe) & {_WARM_UP, *_SEARCHED_COUNTS} & reasons.keys():
+        # The reason still says what the study found, because `transfer_like` may read it.
+        reasons[path] = _moved_reason(recipe, path, read(moved, path) / read(recipe, path))
+    return moved.replace({"why": recipe.why | reasons})
 
 
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
@@ -182,11 +188,18 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     kept = {path: why for path, why in target.why.items() if not path.startswith(values) and path not in searched}
     transferred = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
     for path in searched & counts.keys():
-        start = None if path == _WARM_UP else round(study_start(tuned, path, target) * counts[path])
-        facts = {"study": tuned.why[path], "factor": counts[path], "start": start}
-        transferred[path] = sentence("transfer like", "moved", facts, _MESSAGES)
+        transferred[path] = _moved_reason(tuned, path, counts[path], target)
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
     return moved.replace({"why": kept | transferred | reasons})
+
+
+def _moved_reason(tuned: Recipe, path: str, factor: float, target: Recipe | None = None) -> str:
+    """Return the reason for a number of tokens that a study found, and that is now ``factor`` times as large."""
+    start = None
+    with suppress(InputError):  # a reason without the start is refused where the start is used
+        start = round(study_start(tuned, path, target) * factor) if path in _SEARCHED_COUNTS else None
+    facts = {"study": tuned.why[path], "factor": factor, "start": start}
+    return sentence("transfer like", "moved", facts, _MESSAGES)
 
 
 def study_start(tuned: Recipe, path: str, target: Recipe | None = None) -> int:

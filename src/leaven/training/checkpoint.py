@@ -63,6 +63,7 @@ _KINDS = ("model", "optimizer")
 # reading a large checkpoint may always take longer than the run keeps it.
 MOST_READS = 10
 TEXT = "text"  # key of the fingerprint of the run's text in the state of a checkpoint
+END_OF_TEXT = "end_of_text"  # key of the id of the token that ends documents in training; null if unknown
 
 
 @dataclass(frozen=True)
@@ -589,7 +590,7 @@ class Checkpoints(Callback):
         self.trainer.run.require_own_checkpoints()
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
-        state[TEXT] = self.trainer.tokens.fingerprint
+        state[TEXT], state[END_OF_TEXT] = self.trainer.tokens.fingerprint, self.trainer.tokens.end_of_text
         state[IDENTITY] = self.trainer.run.identity
         state[RECIPE] = saved_recipe(training.recipe)
         if self._tokenizer is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from leaven.recipe.files import read_text, render
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.average import AVERAGE
-from leaven.training.checkpoint import read_checkpoint
+from leaven.training.checkpoint import END_OF_TEXT, read_checkpoint
 from leaven.training.integrity import (
     TOKENIZER,
     changed_files,
@@ -61,6 +61,10 @@ class LoadedRun:
     # averages. None unless experts are balanced by biases.
     router_bias_LE: Tensor | None = None
 
+    # Id of the token that ended documents in training; None if unknown, "first" if an older version chose the first
+    # usual name in the tokenizer.
+    trained_end: int | Literal["first"] | None = None
+
     @cached_property
     def model(self) -> Transformer:
         """The model, on the CPU, in fp32 and in evaluation mode."""
@@ -75,10 +79,18 @@ class LoadedRun:
                     block.mlp.bias_E = bias_E
         return model.eval()
 
-    @property
+    @cached_property
     def end_of_text(self) -> int:
         """Id of the token that separates documents."""
-        return Encoder(self.tokenizer).end_of_text
+        if not isinstance(self.trained_end, int):
+            encoder = Encoder(self.tokenizer)
+            return encoder.end_of_text if self.trained_end is None else encoder.named_ends[0]
+        if self.tokenizer.id_to_token(self.trained_end) is None:
+            raise InputError(
+                f"{self.folder.tokenizer_file} has no token {self.trained_end:,}, which ended documents in training; "
+                "replace it with the tokenizer.json that made the token ids"
+            )
+        return self.trained_end
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
@@ -168,6 +180,9 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         events=() if folder.events_file.name in changed or folder.rewinds_ahead(events) > 0 else events,
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
+        trained_end=end
+        if (end := recipe.data.end_of_text) is not None
+        else checkpoint.state.get(END_OF_TEXT, "first"),
     )
 
 
