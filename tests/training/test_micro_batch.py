@@ -214,6 +214,13 @@ def test_the_closed_form_counts_states_and_activations(tiny: Recipe) -> None:
     weights = 4 * model.params
     once = 12 * model.params + 4 * 320 * 16
     assert one == pytest.approx(1.05 * (activations + logits + once) + 0.05 * weights + probabilities)
+    long = {"model.seq_len": 4_096, "batch.tokens": 8_192, "data.tokens": 8_192, "schedule.warmup_tokens": 0}
+    long |= {"model.qk_norm": False, "layout.recompute": "full"}
+    packed, isolated = (tiny.replace(long | {"data.documents": how}) for how in ("packed", "isolated"))
+    mask = needed_memory(isolated, 2, "cpu") - needed_memory(packed, 2, "cpu")
+    assert mask == pytest.approx(2 * 4_096**2 * 4)  # fp32, of two sequences
+    windows = packed.replace({"model.window": 64})  # no mask with the kernel for CPUs
+    assert needed_memory(windows, 2, "cpu") == needed_memory(packed, 2, "cpu")
     assert needed_memory(tiny.replace({"model.dropout": 0.1}), 1, "cpu") > one + 2 * 2 * 32 * 32 * 8
     assert one < GIB
 

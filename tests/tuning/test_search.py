@@ -92,6 +92,20 @@ def test_without_noise_it_stops_at_the_optimum_and_says_so() -> None:
     assert not search(bowl, SPACE, trials=30, stop_at_noise=False).stalled
 
 
+@pytest.mark.parametrize("trials", [12, 16, 24])
+@pytest.mark.parametrize("noise", [0.0007, 0.003])
+def test_losses_that_the_surrogate_misses_by_many_times_the_noise_decide(trials: int, noise: float) -> None:
+    """A loss with a kink, over four decades of lr, is not quadratic in its logarithm."""
+
+    def kinked(proposal: Proposal) -> float:
+        lr = 1e-3 * 2 ** proposal["lr"]
+        return 3 + 50 * abs(lr - 0.01) + noise * float(np.random.default_rng([proposal.seed, int(lr * 1e9)]).normal())
+
+    found = search(kinked, {"lr": (-3.3, 6.6)}, trials=trials)
+    lowest = min(trial.loss for trial in found.trials if trial.loss is not None)
+    assert 50 * abs(1e-3 * 2 ** found.params["lr"] - 0.01) < lowest - 3 + 0.02
+
+
 def test_pure_noise_stops_the_search_and_the_interval_holds_the_true_loss() -> None:
     rng = np.random.default_rng(0)
     found = search(lambda x: 2.0 + rng.normal(0, 0.01), SPACE, trials=200, noise=0.01)

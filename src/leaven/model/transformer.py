@@ -31,9 +31,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a matrix product with input x is computed."""
+    """Return the dtype in which a matrix product with input x is computed. Autocast leaves float64 as it is."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    lower = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if lower else x.dtype
 
 
 class Linear(nn.Linear):
@@ -91,7 +92,7 @@ class Attention(nn.Module):
                 allowed_B1TT=positions.allowed_B1TT,
             )
         else:
-            mask_HTT = positions.masks.get(self.window)
+            mask_HTT = None if positions.plain and self.window is None else positions.masks[self.window]
             y_BHTE = F.scaled_dot_product_attention(
                 q_BHTE,
                 k_BKTE,

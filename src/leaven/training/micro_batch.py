@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from leaven.errors import InputError
-from leaven.model.kernels import probabilities_kept
+from leaven.model.kernels import prefers_causal_attention, probabilities_kept
 from leaven.model.loss import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ELSEWHERE
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.memory import GIB, stage_memory
+from leaven.planning.blueprint import blueprint
+from leaven.planning.memory import GIB, mask_bytes, stage_memory
 from leaven.planning.training_codes import LEAVEN_BF16
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
@@ -140,16 +141,22 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
         # Attention with dropout has no fused kernel on a CPU.
         flash_attention=not (shape.dropout and device_type == "cpu"),
         fixed_gib=0,
-        isolated=recipe.data.documents == "isolated",
+        masks=False,
     ).averaging(recipe.average is not None)
     recompute = recipe.layout.recompute
     # Two micro-batches a step, whose forward passes find gradients in memory.
-    memory = stage_memory(shape, Arrangement(Layout(recompute=recompute), micro_batch, 2), 0, code)
+    arrangement = Arrangement(Layout(recompute=recompute), micro_batch, 2)
+    memory = stage_memory(shape, arrangement, 0, code)
+    # `ACTIVATION_BYTES` is a factor for activations; an element of a mask has its own size.
+    masked = replace(code, masks=True, element=2 if lower else 4).isolating(recipe.data.documents)
+    windows_alone = shape.positions != "alibi" and not (masked.isolated or shape.dropout)
+    without = prefers_causal_attention(device_type) and windows_alone  # the kernel needs no mask
+    masks = 0.0 if without else mask_bytes(blueprint(shape), arrangement, 0, masked)
     probabilities = 0
     if device_type == "cpu" and code.flash_attention and not shape.attention_softcap:
         layers = 1 if recompute == "full" else shape.n_layers
         probabilities = layers * micro_batch * shape.n_heads * probabilities_kept(shape.seq_len)
-    return memory.total - memory.weights + (2 if lower else 4) * probabilities
+    return memory.total - memory.weights + masks + (2 if lower else 4) * probabilities
 
 
 def require_memory(recipe: Recipe) -> None:

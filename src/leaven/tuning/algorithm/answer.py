@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
-from leaven.tuning.algorithm.noise import FEWEST_DEGREES, interval_of_mean, noise_between_seeds
+from leaven.tuning.algorithm.noise import FEWEST_DEGREES, interval_of_mean, noise_between_seeds, t95
 from leaven.tuning.algorithm.sensitivity import best_pair, coordinates, cost_of, fewest_changes, further_gain
-from leaven.tuning.algorithm.surrogate import FITTED, EarlierTrials, fit_divergence, fitted_noise
+from leaven.tuning.algorithm.surrogate import FITTED, MODEL_ERROR, EarlierTrials, fit_divergence, fitted_noise
 from leaven.tuning.algorithm.trust_region import (
     DOWN,
     Axes,
@@ -194,14 +194,20 @@ class FittedTrials:
         """The predicted loss of each evaluated point, up to a constant. Outliers and diverged points are left out.
 
         It is s + share x (m - s). s is the surrogate's prediction, and m is the point's mean loss. If ``noise`` is
-        None, the share is 1. Otherwise it is max(0, 1 - (``floor`` / noise of the surrogate)^2). Differences of
-        losses below ``floor`` do not count.
+        None, the share is 1. Otherwise it is 1 - (noise / error of the surrogate)^2, or 0 if this is negative: with
+        its least error and ``floor``, or with its error near the best trial and the largest likely noise, whichever
+        gives more. Differences of losses below ``floor`` do not count.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
         fitted = self.region.belief(points)
         rest = self.losses[ended] - fitted
-        own = 1.0 if self.noise is None else 1 - min(self.floor / self.region.surrogate.noise, 1.0) ** 2
+        own = 1.0
+        if self.noise is not None:
+            least = self.region.surrogate.noise
+            weights = 1 / (least**2 + (MODEL_ERROR * (self.losses[ended] - self.losses[ended].min())) ** 2)
+            error = math.sqrt(np.average((rest - np.average(rest, weights=weights)) ** 2, weights=weights))
+            own = 1 - min(self.floor / least, t95(self.degrees) * self.noise / max(error, least), 1.0) ** 2
         by_point: dict[Point, list[float]] = {}
         for x, loss in zip(points, fitted + own * (rest - rest.mean()), strict=True):
             by_point.setdefault(tuple(x.tolist()), []).append(float(loss))
