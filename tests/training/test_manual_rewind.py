@@ -10,7 +10,7 @@ from tests.training.planted import STEP, in_order, recipe, text
 from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.training import run_folder
+from leaven.training import checkpoint, run_folder
 from leaven.training.rewind import ManualRewind, text_left_out
 from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, tokens_of
 from leaven.training.trainer import check, train
@@ -115,6 +115,17 @@ def test_a_rewind_survives_a_kill_before_the_recipe_is_written(
     assert train(LOWER, text(), run.path, rewind=ManualRewind(40 * STEP)).finished
     assert lines(run, "lr")[32] < lines(run, "lr")[31] / 4
     assert read_recipe(run.recipe_file).hyperparameters.lr == 0.002
+
+
+def test_a_checkpoint_that_a_rewind_has_undone_is_not_said_to_be_the_newest(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is stopped before it could remove or replace the later checkpoints."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_remove", lambda path: None)
+        stopped = train(RUN, text(), run.path, rewind=ManualRewind(32 * STEP), stop=lambda: True)
+    assert max(map(tokens_of, checkpoints(run.checkpoints))) == 64 * STEP
+    assert (stopped.finished, stopped.saved_tokens) == (False, 32 * STEP)
 
 
 def test_a_rewind_takes_back_what_later_rewinds_skipped(run: RunFolder) -> None:

@@ -384,7 +384,7 @@ def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> N
         optimizer.require(averages)
 
 
-def _undone(checkpoint: Path, rewinds: Sequence[Rewind]) -> bool:
+def is_undone(checkpoint: Path, rewinds: Sequence[Rewind]) -> bool:
     """Return whether a rewind has undone a checkpoint. Return False if the checkpoint cannot be read."""
     try:
         known = len(read_state(checkpoint)["rewinds"])
@@ -486,7 +486,7 @@ class CheckpointManager:
         new: Path | None = None
         if self._group.is_first:
             later = [path for path in checkpoints(self._folder) if tokens_of(path) > after_tokens]
-            others = [path for path in later if path not in damaged and not _undone(path, rewinds)]
+            others = [path for path in later if path not in damaged and not is_undone(path, rewinds)]
             new = next(iter(others), None)
         if (new := self._group.broadcast(new)) is not None:
             raise InputError(

@@ -66,6 +66,7 @@ from leaven.training.checkpoint import (
     Checkpoint,
     Checkpoints,
     Progress,
+    is_undone,
     read_checkpoint,
     require_seen,
 )
@@ -648,6 +649,7 @@ def _summary(
     metrics = run.metrics()
     speeds = [line["tflops"] for line in metrics if _positive(line.get("tflops"))]
     noise = [line["noise_scale"] for line in metrics if _positive(line.get("noise_scale"))]
+    rewinds = rewinds_of(run)
     used: dict[str, Any] = dict.fromkeys(("mfu", "mfu_causal", "hfu"))
     if starts and speeds:
         recipe = run.recipe()
@@ -664,7 +666,9 @@ def _summary(
         **used,
         mfu_convention=starts[-1].get("mfu_convention") if starts else None,
         unsaved=unsaved,
-        saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),
+        saved_tokens=max(
+            (tokens_of(path) for path in checkpoints(run.checkpoints) if not is_undone(path, rewinds)), default=0
+        ),
         noise_scale=noise[-1] if noise else None,
         averaged_loss=finish.get("averaged_loss") if finish else None,
     )
