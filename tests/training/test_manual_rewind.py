@@ -128,6 +128,17 @@ def test_a_checkpoint_that_a_rewind_has_undone_is_not_said_to_be_the_newest(
     assert (stopped.finished, stopped.saved_tokens) == (False, 32 * STEP)
 
 
+def test_a_rewind_names_the_values_that_it_changes(run: RunFolder) -> None:
+    """Also those that an earlier rewind changed, and that are back as the recipe of the command has them."""
+    for target, back in ((LOWER, False), (RUN, True)):
+        with pytest.warns(UserWarning, match="the rewind changes values of the recipe") as seen:
+            train(
+                target, text(), run.path, rewind=ManualRewind(20 * STEP, skip_tokens=STEP * back), stop=lambda: True
+            )
+        told = "hyperparameters.lr was 0.002, is now 0.01" if back else "hyperparameters.lr was 0.01, is now 0.002"
+        assert any(told in str(each.message) for each in seen)
+
+
 def test_a_rewind_takes_back_what_later_rewinds_skipped(run: RunFolder) -> None:
     losses = lines(run, "loss")
     train(RUN, text(), run.path, rewind=ManualRewind(32 * STEP, skip_tokens=STEP))

@@ -459,11 +459,13 @@ FAULTS = {
 
 def faults_in(event: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each fault that an event reports, such as a damaged checkpoint, a failed write, or too few
-    sequences for validation."""
+    sequences for validation, and for the values that a rewind changes."""
     if event in FAULTS:
         yield FAULTS[event].format(**{**values, "tokens": format_quantity(values["tokens"])})
     for name in values.get("damaged_checkpoints", ()):
         yield f"checkpoint {name} is damaged and was not used"
+    if values.get("changed_values"):
+        yield f"the rewind changes values of the recipe: {values['changed_values']}"
     if values.get("uneven_validation"):
         yield values["uneven_validation"]
     if values.get("missing_checkpoint"):

@@ -107,7 +107,9 @@ from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
 from leaven.training.run_folder import (
     IDENTITY,
     RunFolder,
+    changes_of,
     checkpoints,
+    describe_changes,
     recorded_changes,
     tokens_of,
 )
@@ -289,6 +291,7 @@ def _train(  # noqa: PLR0917
     training.telemetry.peak = peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
     rearranged = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
+    changed = describe_changes(changes_of(run.recipe(), recipe)) if rewind is not None else ""
     # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, rewind, group):
         if tokens.tokenizer_path is not None:
@@ -297,8 +300,9 @@ def _train(  # noqa: PLR0917
         profile = RunProfile(run, training, memory_before, history, on_event)
         trainer = RunTrainer(run, training, tokens, factor, profile, on_step, on_event, log_to)
         with _closing(trainer.callbacks):
-            about = {"mfu_convention": mfu_convention(peak), "peak_tflops": peak.flops / 1e12}
-            trainer.start(**about, **({"emulated": peak.emulated} if peak.emulated else {}))
+            about: dict[str, Any] = {"mfu_convention": mfu_convention(peak), "peak_tflops": peak.flops / 1e12}
+            about |= {"emulated": peak.emulated} if peak.emulated else {}
+            trainer.start(**about, **({"changed_values": changed} if changed else {}))
             if rearranged:
                 trainer.rearrange(rearranged)
             if choice is not None:
