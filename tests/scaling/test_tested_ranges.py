@@ -3,7 +3,7 @@
 import pytest
 
 from leaven.recipe.recipe import Recipe, RuleName
-from leaven.scaling.tested_ranges import TESTED, replaced, unlike, unlike_training, warnings
+from leaven.scaling.tested_ranges import TESTED, dropped, replaced, unlike, unlike_training, warnings
 from leaven.scaling.transfer import transfer, transfer_like
 from leaven.tuning.point import CHOICES
 from leaven.tuning.space import SETS, space
@@ -160,6 +160,13 @@ def test_a_schedule_with_another_mean_lr(tiny: Recipe) -> None:
     assert unlike_training(tuned, tuned.replace({"data.tokens": 10 * tuned.data.tokens})) == []
     (one,) = unlike_training(tuned, tuned.replace({"data.documents": "isolated"}))
     assert one.message.startswith("the values are from packed documents, and this run has isolated ones")
+
+
+def test_start_weights_that_a_transfer_leaves_out_are_named(tiny: Recipe) -> None:
+    weights = tiny.replace({"start.weights": "model"})
+    (one,) = dropped(weights, transfer(weights, width=32))
+    assert one.message.startswith("[start] weights are left out, because they are of another shape")
+    assert dropped(weights, transfer(weights, tokens=81_920)) == []
 
 
 def test_values_of_a_target_that_no_study_searched_are_named(tiny: Recipe) -> None:

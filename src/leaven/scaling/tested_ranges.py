@@ -63,10 +63,13 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a warning if the transfer from ``before`` to ``after`` dropped the batch ramp."""
-    if before.batch.ramp is None or after.batch.ramp is not None:
-        return []
-    return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
+    """Return warnings if the transfer from ``before`` to ``after`` dropped the batch ramp or [start] weights."""
+    found = []
+    if before.batch.ramp is not None and after.batch.ramp is None:
+        found.append(_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0))
+    if before.start.weights is not None and after.start.weights is None:
+        found.append(_caution("start", 0, 1))
+    return found
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
