@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
-from leaven.tuning.algorithm.noise import FEWEST_DEGREES, interval_of_mean, noise_between_seeds, t95
+from leaven.tuning.algorithm.noise import FEWEST_DEGREES, interval_of_mean, noise_between_seeds
 from leaven.tuning.algorithm.sensitivity import best_pair, coordinates, cost_of, fewest_changes, further_gain
 from leaven.tuning.algorithm.surrogate import FITTED, MODEL_ERROR, EarlierTrials, fit_divergence, fitted_noise
 from leaven.tuning.algorithm.trust_region import (
@@ -207,7 +207,9 @@ class FittedTrials:
             least = self.region.surrogate.noise
             weights = 1 / (least**2 + (MODEL_ERROR * (self.losses[ended] - self.losses[ended].min())) ** 2)
             error = math.sqrt(np.average((rest - np.average(rest, weights=weights)) ** 2, weights=weights))
-            own = 1 - min(self.floor / least, t95(self.degrees) * self.noise / max(error, least), 1.0) ** 2
+            # The noise may be larger than measured: likely up to 3 times with one degree of freedom, twice with two.
+            largest = (1 + 2 / max(self.degrees, 1)) * self.noise
+            own = 1 - min(self.floor / least, largest / max(error, least), 1.0) ** 2
         by_point: dict[Point, list[float]] = {}
         for x, loss in zip(points, fitted + own * (rest - rest.mean()), strict=True):
             by_point.setdefault(tuple(x.tolist()), []).append(float(loss))
