@@ -427,7 +427,9 @@ def ends_caution(folder: Path, tokenizer: Path, end: int) -> str | None:
         return None
     assert given is not None
     name = given.id_to_token(end)
-    known = [id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int)]
+    known = [
+        id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int) and 0 <= id < 2**32
+    ]
     if known and end not in known:
         theirs = listed([given.id_to_token(id) or str(id) for id in known], "or")
         return (
