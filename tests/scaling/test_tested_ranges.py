@@ -165,7 +165,7 @@ def test_a_schedule_with_another_mean_lr(tiny: Recipe) -> None:
 def test_start_weights_that_a_transfer_leaves_out_are_named(tiny: Recipe) -> None:
     weights = tiny.replace({"start.weights": "model"})
     (one,) = dropped(weights, transfer(weights, width=32))
-    assert one.message.startswith("[start] weights are left out, because they are of another shape")
+    assert one.message.startswith("[start] weights are left out, because the new model has another shape")
     assert dropped(weights, transfer(weights, tokens=81_920)) == []
 
 

@@ -139,14 +139,14 @@ def undone(tokens: int, later: Sequence[Rewind]) -> bool:
 
 
 def text_left_out(run: RunFolder) -> str | None:
-    """Return a phrase for the text that manual rewinds of a run have skipped, or None. Damage is no error here."""
+    """Return a phrase for the text that manual rewinds of a run have skipped, or None. What the spike guard skipped
+    within that text counts, too. Damage is no error here."""
     with suppress(InputError):
         manual = [
             rewind for rewind in _skipping(rewinds_of(run)) if rewind.asked and rewind.skip_to > rewind.skip_from
         ]
         if manual:
-            # Not skip_to - skip_from, in which there may be data that the spike guard skipped.
-            count = sum((rewind.asked or {})["skip_tokens"] for rewind in manual)
+            count = sum(rewind.skip_to - rewind.skip_from for rewind in manual)
             return (
                 f"{format_quantity(count)} tokens of its text left out after {format_quantity(manual[0].to_tokens)}"
             )

@@ -653,7 +653,7 @@ def _summary(
     metrics = run.metrics()
     speeds = [line["tflops"] for line in metrics if _positive(line.get("tflops"))]
     noise = [line["noise_scale"] for line in metrics if _positive(line.get("noise_scale"))]
-    rewinds = rewinds_of(run)
+    rewinds = rewinds_of(run) if finish is None else ()
     used: dict[str, Any] = dict.fromkeys(("mfu", "mfu_causal", "hfu"))
     if starts and speeds:
         recipe = run.recipe()

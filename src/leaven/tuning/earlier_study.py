@@ -92,7 +92,7 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
             texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
             messages.append(
                 f"its text is {texts[0]}, and that of this recipe is {texts[1]} (or the weights differ); values "
-                "carry over only if the texts are of one kind"
+                "carry over only between similar texts"
             )
         return [f"{what}: {message}" for message in messages]
     before = {d.path for d in read_document(folder).dimensions}
