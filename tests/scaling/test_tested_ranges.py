@@ -160,6 +160,12 @@ def test_a_schedule_with_another_mean_lr(tiny: Recipe) -> None:
     assert unlike_training(tuned, tuned.replace({"data.tokens": 10 * tuned.data.tokens})) == []
     (one,) = unlike_training(tuned, tuned.replace({"data.documents": "isolated"}))
     assert one.message.startswith("the values are from packed documents, and this run has isolated ones")
+    (one,) = unlike_training(tuned, tuned.replace({"model.dropout": 0.1}))
+    assert one.message.startswith("the values are from a dropout of 0, and this run has 0.1")
+    weights = tuned.replace({"start.weights": "model"})
+    (one,), (other,) = unlike_training(tuned, weights), unlike_training(weights, tuned)
+    assert one.message.startswith("the values are from a run from random weights, and this run starts from [start]")
+    assert other.message.startswith("the values are from a run from [start] weights, and this run starts from random")
 
 
 def test_start_weights_that_a_transfer_leaves_out_are_named(tiny: Recipe) -> None:

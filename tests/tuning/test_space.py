@@ -371,3 +371,16 @@ def test_the_docs_state_the_bounds_of_every_value() -> None:
     rows = re.findall(r"^\| `(.+?)` \| ([\d.e-]+)[^|]* \| ([\d.e-]+)[^|]* \| ±(\d+) \| (.*) \|$", page, re.MULTILINE)
     stated = {name: (float(low), float(high), float(near), why) for name, low, high, near, why in rows}
     assert stated == {name: (each.low, each.high, each.near, each.why) for name, each in BOUNDS.items()}
+
+
+def test_a_search_does_not_lower_the_batch_until_its_ramp_is_gone(tiny: Recipe) -> None:
+    seq_len = tiny.model.seq_len
+    ramp = {"start_tokens": seq_len, "increment_tokens": seq_len, "over_tokens": 10 * seq_len}
+    climbing = tiny.replace({"batch": {"tokens": 4 * seq_len, "ramp": ramp}})
+    for recipe, sequences in ((climbing, 2), (climbing.replace({"batch.ramp": None}), 1)):
+        (batch,) = space(recipe, "batch.tokens").dimensions
+        lowest = recipe_at(recipe, {batch.path: batch.low}).batch
+        assert lowest.tokens == sequences * seq_len
+        assert (lowest.ramp is None) == (recipe.batch.ramp is None)
+    with pytest.raises(InputError, match="1 sequence, so it cannot have a ramp"):
+        space(climbing.replace({"tuning": {"octaves": {"batch.tokens": 2}}}))

@@ -490,8 +490,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     given_tokenizer(str(tokenizer), shape.vocab_size)
     draft = Draft(f"{plain.folder}/config.json")
     draft.set_architecture(plain, draft.origin)
-    draft.why["hyperparameters.init_std"] += "; not used, because training starts from [start] weights"
-    why = f"a {plain.architecture.name}; its weights are divided by the recipe's multipliers"
+    why = f"a {plain.architecture.name}; its weights are divided by the recipe's multipliers; init_std is not used"
     if plain.further_tokens:
         why += "; its layers for multi-token prediction are not read"
     draft.set("start.weights", str(plain.folder), why)

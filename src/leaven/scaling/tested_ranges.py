@@ -128,11 +128,17 @@ def _written(value: Any) -> str:
 
 
 def unlike_training(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return warnings if values come from ``before``, and its mean lr as a share of the peak, or what its documents
-    see of one another, is not that of ``after``."""
-    documents = before.data.documents, after.data.documents
-    unlike_documents = [_caution("documents", 1, 0, there=documents[0], here=documents[1])]
-    return [*_unlike_schedule(before, after), *(unlike_documents if documents[0] != documents[1] else ())]
+    """Return warnings if values come from ``before``, and ``after`` has another mean lr as a share of the peak, other
+    documents, another dropout, or start weights where ``before`` has none, or the other way round."""
+    found = _unlike_schedule(before, after)
+    if before.data.documents != after.data.documents:
+        found.append(_caution("documents", 1, 0, there=before.data.documents, here=after.data.documents))
+    if before.model.dropout != after.model.dropout:
+        found.append(_caution("dropout", after.model.dropout, before.model.dropout))
+    given = [recipe.start.weights is not None for recipe in (before, after)]
+    if given[0] != given[1]:
+        found.append(_caution("start weights", int(given[1]), int(given[0])))
+    return found
 
 
 def _unlike_schedule(before: Recipe, after: Recipe) -> list[CautionRow]:

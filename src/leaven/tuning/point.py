@@ -153,7 +153,7 @@ def distance_in(unit: str, value: float, to: float) -> float:
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
     """Return new values by path. ``octaves`` maps each path to the distance of its new value from the recipe's own.
 
-    Raise ValueError if a batch rounds to 0 sequences.
+    Raise ValueError if a batch rounds to 0 sequences, or to 1 in a recipe with a batch ramp.
     """
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
@@ -176,6 +176,8 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
             sequences = round(found / recipe.model.seq_len)
             if not sequences:
                 raise ValueError(f"a batch of {found:.0f} tokens is rounded to 0 sequences")
+            if sequences == 1 and recipe.batch.ramp and len(recipe.batch.sizes) > 1:
+                raise ValueError(f"a batch of {found:.0f} tokens is rounded to 1 sequence, so it cannot have a ramp")
             return sequences * recipe.model.seq_len
         case _:
             return found

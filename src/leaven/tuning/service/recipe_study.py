@@ -290,6 +290,11 @@ class Study(BaseStudy):
         RunFolder(self.out).claim_checkpoints()
 
     def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
+        if self.space.recipe.average is not None:
+            self._note(
+                "caution: trials are compared by the loss of their weights, without the average of [average]; with "
+                "averaged weights, other values may be best"
+            )
         return TrialTrainer(
             self.space,
             self._tokens,

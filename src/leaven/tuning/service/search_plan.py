@@ -41,6 +41,7 @@ METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 # At most 1/12 of the trials should run at once, because they are proposed without knowing each other's losses. With
 # more at once, the answer of a trust-region search of 48 trials is clearly worse (benchmarks/parallel_trials.py).
 LEAST_ROUNDS = 12
+TWO_AT_ONCE = 16  # trials: from here on, two at once cost nothing that was measured (docs/log.md, 1 December 2026)
 LONGEST = 512  # characters of a study's name in Optuna's tables
 RESERVED = 1 / 8  # the largest share of the budget that is reserved for final trials
 FEW = 24  # trials: a smaller budget has one final trial at most
