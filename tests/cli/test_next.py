@@ -218,6 +218,13 @@ def test_the_best_recipe_of_a_study_has_one_run_folder(road: Path) -> None:
     assert check == "leaven recipes check studies/oats/best.toml"
     assert train == "leaven train studies/oats/best.toml --run runs/oats"
     assert next_commands.after_check(study / "best.toml", best, []) == [train]
+    second = Path("studies/rye")  # a study around the answer of the first
+    second.mkdir()
+    (road / "wheat.toml").rename("wheat.toml")
+    for file in ("best.toml", "study.json"):
+        (second / file).write_bytes((study / file).read_bytes())
+    transfer, _ = next_commands.after_tune(study / "best.toml", second)
+    assert transfer == "leaven transfer studies/rye/best.toml --like wheat.toml -o wheat-tuned.toml"
 
 
 def test_printed_commands_leave_out_what_they_do_not_need(leaven: Verb, road: Path) -> None:
@@ -244,6 +251,8 @@ def test_a_check_of_the_target_leads_to_its_study_until_there_is_a_tuned_recipe(
     (tune,) = next_commands.after_check(target, tiny, [])
     assert tune.startswith(f"leaven tune {proxy} ")
     assert next_commands.after_coordinates(proxy, tiny, []) == next_commands.after_check(proxy, tiny, [])
+    (train,) = next_commands.after_coordinates(target, tiny, ["data.seed=1"])  # which the proxy does not have
+    assert train == f"leaven train {target} --run runs/wheat --set data.seed=1"
     write_recipe(tiny, tuned)
     assert next_commands.after_check(target, tiny, []) == [f"leaven train {target} --run runs/wheat"]
     check, train = next_commands.after_check(tuned, tiny, ["data.seed=1"])

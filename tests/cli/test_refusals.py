@@ -122,6 +122,8 @@ REFUSED = {
     "check duration theirs:model --run OUT --scale 16x1 --write o.toml": "--write",
     "bench tiny.toml --micro-batch 16": "--micro-batch 1",
     "bench tiny.toml --noise-from absent": "metrics.jsonl",
+    "bench tiny.toml --noise-from absent --micro-batch 2": "--noise-from cannot be combined with --micro-batch",
+    "bench tiny.toml --noise-multiple 2": "speed cannot be combined with --noise-multiple; leave one of them out",
     "tune tiny.toml --study tiny.toml": "a file",
     "tune tiny.toml --study OUT --set data.source=short.txt": "tokens",
     # the text is too short as well, but an earlier study is read before the text

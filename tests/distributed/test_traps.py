@@ -20,7 +20,8 @@ from leaven.distributed.sharded_model import build_stage
 from leaven.errors import InputError
 from leaven.model.transformer import Stage
 from leaven.planning.trainable import require_trainable
-from leaven.recipe.files import parse_recipe
+from leaven.recipe.files import parse_recipe, render
+from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 
@@ -88,6 +89,17 @@ def test_a_wrong_number_of_processes_is_refused(processes: int, said: str, tiny:
     recipe = tiny.replace(FOUR | layout(dp=2, tp=2, pp=2))
     with pytest.raises(InputError, match=f"dp 2 x tp 2 x pp 2 is 8 ranks, and {said}"):
         require_trainable(recipe, processes)
+
+
+def test_the_printed_changes_for_one_device_are_a_valid_recipe(tiny: Recipe) -> None:
+    parts = layout(dp=4, dp_replicate=2, ep=2, zero=2, pp=2, schedule="interleaved", stages_per_rank=2)
+    recipe = tiny.replace(FOUR | parts)
+    with pytest.raises(InputError) as refused:
+        require_trainable(recipe, 1)
+    changes = str(refused.value).partition("on one device with ")[2].split("--set ")[1:]
+    one = parse_recipe(render(recipe), "tiny", [change.strip() for change in changes])
+    assert one.layout == Layout()
+    require_trainable(one, 1)
 
 
 def schedules_built(recipe: Recipe) -> list[int]:

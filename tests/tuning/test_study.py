@@ -668,7 +668,8 @@ def test_the_answer_is_for_the_longest_duration(
 
     monkeypatch.setattr(Study, "run", run)
     sets = ["--set", "schedule.decay=wsd", "--durations", "2048,4096"]
-    CliRunner().invoke(app, ["tune", str(tiny_file), "--study", str(tmp_path / "study"), *sets])
+    printed = CliRunner().invoke(app, ["tune", str(tiny_file), "--study", str(tmp_path / "study"), *sets]).output
+    assert f"data.tokens {tiny.data.tokens:,} is replaced by 4,096, the longest of --durations" in printed
     (centre,) = opened
     assert (centre.data.tokens, centre.base.tokens) == (4096, 4096) != (tiny.data.tokens, tiny.base.tokens)
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from leaven.cli import next_commands
 from leaven.cli.common import (
     DeviceOption,
@@ -17,6 +19,7 @@ from leaven.cli.common import (
     option,
     prepare_text,
     print_document,
+    require_alone,
     stop_on_signal,
 )
 from leaven.errors import InputError
@@ -27,6 +30,7 @@ from leaven.views.terminal.live import LiveScreen
 
 
 def bench(
+    context: typer.Context,
     recipe: RecipeArgument,
     micro_batch: Annotated[
         Any, list_option(count_above_0, "Micro-batch sizes to measure, in sequences.", "powers of two", "N,N,...")
@@ -58,6 +62,10 @@ def bench(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
+    if noise_from is None:
+        require_alone(context, "a measurement of speed", "noise_multiple")
+    else:
+        require_alone(context, "--noise-from", "micro_batch global_batch share seconds device")
     loaded = load_recipe(recipe, overrides)
     if noise_from is not None:
         from leaven.training.integrity import changed_since

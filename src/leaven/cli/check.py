@@ -24,6 +24,7 @@ from leaven.cli.common import (
 from leaven.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_number
 from leaven.scaling.rules import RULES
 from leaven.views.terminal.checks import memory_screen
 from leaven.views.terminal.console import warn
@@ -271,13 +272,20 @@ def duration(
     measured, more = measured_exponent(document, options.run), []
     if write is not None and measured is not None and isinstance(recipe, Recipe):
         require_new(write)  # the file may have been written during the check
-        write_recipe(recipe.replace(measured), write, template=read_text(Path(subject)))
-        more = [f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"]
+        changed = recipe.replace(measured)
+        write_recipe(changed, write, template=read_text(Path(subject)))
+        exponent = f"token_exponent {changed.scaling.token_exponent:g}"
+        more = [f"wrote {write} with {exponent}; next: leaven transfer {write} --tokens TOKENS -o big.toml"]
+        if (longer := recipe.data.tokens / recipe.base.tokens) != 1:
+            factor = longer ** (recipe.scaling.token_exponent - changed.scaling.token_exponent)
+            more[:0] = [
+                f"this recipe's run has {format_number(longer)} times the tokens of its base, so the new exponent "
+                f"multiplies its lr by {format_number(factor)} (leaven show {write})"
+            ]
     elif write is not None:
         more = [f"{write} is not written, because no exponent with a 95% interval was measured; see the advice above"]
-    elif measured is not None and family.rule is not None:
-        option = f"--set scaling.token_exponent={measured['scaling.token_exponent']:g}"
-        more = [f"to use the measured exponent: leaven transfer {subject} {option} --tokens TOKENS -o big.toml"]
+    elif measured is not None and isinstance(recipe, Recipe) and "lr" in RULES[recipe.scaling.rule].columns:
+        more = [f"to use the measured exponent: {next_commands.again('--write', 'measured.toml')}"]
     options.finish(document, *more)
 
 

@@ -37,12 +37,13 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
     """Return the commands to suggest after ``check coordinates`` passed.
 
     These are ``tune`` for a proxy that is not yet tuned, otherwise ``train``. If this machine is too small, ``plan``
-    comes before ``tune``, and replaces ``train``.
+    comes before ``tune``, and replaces ``train``. With ``overrides``, no proxy is tuned, because they do not apply to
+    it.
     """
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
-    if proxy := _proxy_to_tune(path):
+    if not overrides and (proxy := _proxy_to_tune(path)):
         return tune(beside(path, PROXY), proxy, recipe)
     return train(path, recipe, overrides)
 
@@ -81,6 +82,8 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
     """Return the commands to suggest after a study: use the best values, and then report on the study."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
+    if _of_study(path):  # the name is that of the first recipe
+        target = Path(f"{read_recipe(best).name.removesuffix(PROXY)}.toml")
     report = _line("report", study, "-o", study / "report.html")
     if command:  # the user's own training command, with the best values
         return [command, report]
@@ -247,11 +250,15 @@ def _quoted(word: str) -> str:
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
     """Return the command that trains a recipe. Several ranks need torchrun, with ``node_size`` ranks on a node."""
-    of_study = path.name in {"best.toml", "fewest.toml"} and (path.parent / "study.json").exists()
-    run = _free(Path("runs", path.resolve().parent.name if of_study else path.stem))
+    run = _free(Path("runs", path.resolve().parent.name if _of_study(path) else path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
     return _line("train", path, "--run-folder", run, sets=sets, start=[*_torchrun(ranks, node_size), "-m", "leaven"])
+
+
+def _of_study(path: Path) -> bool:
+    """Return whether ``path`` is a recipe that a study wrote."""
+    return path.name in {"best.toml", "fewest.toml"} and (path.parent / "study.json").exists()
 
 
 def _torchrun(ranks: int, node_size: int) -> list[str]:

@@ -210,9 +210,11 @@ def tune(
 
 
 def _of_longest(recipe: "Recipe", durations: list[int] | None) -> "Recipe":
-    """Return the recipe with the longest duration, because the answer of the study is for it."""
-    if not durations:
+    """Return the recipe with the longest duration, because the answer of the study is for it. Warn if this changes
+    ``data.tokens``."""
+    if not durations or recipe.data.tokens == max(durations):
         return recipe
+    warn([f"data.tokens {recipe.data.tokens:,} is replaced by {max(durations):,}, the longest of --durations"])
     why = recipe.why | {"data.tokens": "the longest of --durations"}
     return recipe.replace({"data.tokens": max(durations), "why": why})
 

@@ -5,6 +5,7 @@ from math import gcd
 
 from leaven.errors import InputError
 from leaven.planning.arrangement import pipeline_refusal, shape_refusal
+from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 
 
@@ -43,9 +44,11 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
     there = "there is one process" if processes == 1 else f"there are {processes} processes"
     message = f"[layout] dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, and {there}"
     if processes == 1:
+        parts = ("dp", "tp", "pp", "cp", "ep", "zero", "dp_replicate", "schedule", "stages_per_rank")
+        single = [(key, value) for key, value in Layout() if key in parts and value != getattr(layout, key)]
         raise InputError(
             f"{message}; start the run with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one "
-            "device with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
+            f"device with {' '.join(f'--set layout.{key}={value}' for key, value in single)}"
         )
     dp, rest = divmod(processes, layout.tp * layout.pp)
     would = (

@@ -77,11 +77,12 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
     if found is None or found.value is None or found.low is None or found.high is None:
         return None
     low, high = -found.high, -found.low
+    outside = "" if 0 <= -found.value <= 1 else f"; {-found.value:.3g} was measured, and a recipe has 0 to 1"
     return {
         "scaling.token_exponent": float(f"{min(max(-found.value, 0.0), 1.0):.3g}"),
         "scaling.token_exponent_interval": (float(f"{low:.3g}"), float(f"{high:.3g}")),
         "why.scaling.token_exponent": (
-            f"measured by leaven check duration in {run}, 95% interval {low:.2g} to {high:.2g}"
+            f"measured by leaven check duration in {run}, 95% interval {low:.2g} to {high:.2g}{outside}"
         ),
     }
 
