@@ -3,7 +3,7 @@
 import pytest
 
 from leaven.recipe.recipe import Recipe, RuleName
-from leaven.scaling.tested_ranges import TESTED, dropped, replaced, unlike, unlike_training, warnings
+from leaven.scaling.tested_ranges import TESTED, dropped, replaced, rewound, unlike, unlike_training, warnings
 from leaven.scaling.transfer import transfer, transfer_like
 from leaven.tuning.point import CHOICES
 from leaven.tuning.space import SETS, space
@@ -199,3 +199,10 @@ def test_values_that_a_study_searched_do_not_count_as_replaced(tiny: Recipe, whi
     )
     target = tiny.replace({"scaling.base": tiny.base.model_dump()})
     assert replaced(target, tuned, transfer_like(tuned, target)) == []
+
+
+def test_a_recipe_of_a_run_whose_values_a_rewind_changed(tiny: Recipe) -> None:
+    assert rewound(tiny) == []
+    why = {"hyperparameters.lr": "since 14,848 tokens, by --rewind-to; before: 0.02", "batch": "by hand"}
+    (one,) = rewound(tiny.replace({"why": why}))
+    assert "other values of hyperparameters.lr until --rewind-to changed them" in one.message

@@ -176,6 +176,17 @@ def test_searched_warm_up_and_batch_move_with_the_scale(tiny: Recipe, target: Re
     assert transfer_like(tiny.replace(also), target).schedule.min_lr_ratio == 0.3
 
 
+def test_a_ramp_that_moves_with_a_searched_batch_has_a_reason(tiny: Recipe, target: Recipe) -> None:
+    seq_len = target.model.seq_len
+    ramp = {"start_tokens": 4 * seq_len, "increment_tokens": 4 * seq_len, "over_tokens": 1_000}
+    climbing = target.replace({"batch": {"tokens": 8 * seq_len, "ramp": ramp}})
+    tokens = tiny.batch.tokens
+    why = f"study tiny, trial 3 of 9; the start's {tokens:,} costs 0.01"
+    moved = transfer_like(tiny.replace({"batch.tokens": 2 * tokens, "why": {"batch.tokens": why}}), climbing)
+    assert moved.batch.tokens == 16 * seq_len
+    assert moved.why["batch.ramp"].startswith("the ramp keeps its share of the run; in whole sequences")
+
+
 def test_a_number_of_tokens_that_the_study_left_at_its_start_is_the_targets(tiny: Recipe, target: Recipe) -> None:
     target = target.replace({"schedule.warmup_tokens": 16_385, "why": {"schedule.warmup_tokens": "5%"}})
     tuned = tiny.replace({"scaling.base": tiny.base.model_dump()})

@@ -22,7 +22,7 @@ from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.describe import describe
-from leaven.scaling.tested_ranges import dropped, replaced, unlike, unlike_training, untuned, warnings
+from leaven.scaling.tested_ranges import dropped, replaced, rewound, unlike, unlike_training, untuned, warnings
 from leaven.scaling.transfer import searched_paths, transfer_like
 from leaven.scaling.transfer import transfer as scaled
 from leaven.views.terminal.console import warn
@@ -48,8 +48,8 @@ def transfer(
     like: Annotated[
         Path | None,
         option(
-            "Put the tuned values into this recipe. The model shape, batch size, tokens, data and layout of "
-            "TARGET.toml do not change.",
+            "Put the tuned values into this recipe. Of the other values of TARGET.toml, only those change that the "
+            "study searched; the batch size and the tokens are multiplied as in the study.",
             metavar="TARGET.toml",
         ),
     ] = None,
@@ -95,7 +95,7 @@ def transfer(
     from leaven.tuning.study_document import edited, worth_at
 
     tuned = load_recipe(recipe, None).model  # without --set, which may change the vocabulary or the sequence length
-    found = [*dropped(before, big), *unlike(dict(tuned), big), *warnings(big)]
+    found = [*rewound(small), *dropped(before, big), *unlike(dict(tuned), big), *warnings(big)]
     if like is not None:
         found = [*untuned(small), *replaced(before, small, big), *unlike_training(small, big), *found]
     if edited(recipe):

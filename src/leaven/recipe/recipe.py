@@ -195,6 +195,8 @@ class Tuning(Part):
 
 # Parts of a recipe that change at most the last bits of the loss.
 NOT_NUMBERS = {"name", "why", "layout", "tuning"}
+# In [why], the mark of a value that `leaven train --rewind-to` changed during the run.
+BY_REWIND = "by --rewind-to"
 
 
 class Recipe(Part):

@@ -14,7 +14,7 @@ from leaven.catalogue.messages import sentence
 from leaven.documents.runs import CautionRow
 from leaven.recipe.base import Part
 from leaven.recipe.init_std import usual_std
-from leaven.recipe.recipe import Recipe, differing
+from leaven.recipe.recipe import BY_REWIND, Recipe, differing
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
 from leaven.scaling.table import ParameterTable, parameter_table
@@ -70,6 +70,12 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
     if before.start.weights is not None and after.start.weights is None:
         found.append(_caution("start", 0, 1))
     return found
+
+
+def rewound(source: Recipe) -> list[CautionRow]:
+    """Return a warning if ``--rewind-to`` changed values during the run of ``source``."""
+    changed = [path for path, why in source.why.items() if BY_REWIND in why]
+    return [_caution("rewound", len(changed), 0, values=changed)] if changed else []
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:

@@ -30,6 +30,7 @@ _SEARCHED_COUNTS = ("batch.tokens", "data.tokens")  # `transfer_like` multiplies
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
 # The start of a study, or of an earlier one, in such a reason. The last number is at the size of the recipe.
 _START = re.compile(r"\b(?:the start(?:'s| has)|(?P<earlier>an earlier study began with)) (?P<count>[0-9][0-9,]*)")
+_BATCH_SIZES = ("batch.ramp", "batch.stages")  # they change with batch.tokens
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
     "stability.checkpoint_every_tokens",
@@ -190,6 +191,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     for path in searched & counts.keys():
         transferred[path] = _moved_reason(tuned, path, counts[path], target)
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
+    if "batch.tokens" in searched:
+        reasons |= {path: why for path, why in _reasons(target, moved).items() if path in _BATCH_SIZES}
     return moved.replace({"why": kept | transferred | reasons})
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from leaven.errors import InputError
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import BY_REWIND, Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.integrity import require_own_files, require_run_of, saved_checkpoints
 from leaven.training.run_folder import (
@@ -245,7 +245,7 @@ class ManualRewind:
             lines.event("rewind", **at, **rewind.document(), earlier_rewinds=earlier, **changed)
             lines.require_written()
             if changes:
-                run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
+                run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, {BY_REWIND}")
 
     def _target(self, run: RunFolder) -> int:
         """Return the token count of the checkpoint to which the run returns, or raise InputError."""
@@ -254,12 +254,13 @@ class ManualRewind:
         to_here = Rewind(self.rewind_to, 0, 0)
         found, damaged = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
         if found is None:
-            counts = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
+            counts = ", ".join(str(tokens_of(path)) for path in checkpoints(run.checkpoints))
             there = f"there are checkpoints at {counts} tokens"
             if not counts:
                 there = "the run folder has none, so leave out --rewind-to"
-            asked = format_quantity(self.rewind_to)
-            raise InputError(f"--rewind-to {asked}: no undamaged checkpoint at or before this count; {there}")
+            raise InputError(
+                f"--rewind-to {self.rewind_to}: no undamaged checkpoint at or before this count; {there}"
+            )
         require_own_files(run, found.state)
         tokens = found.progress.tokens
         if tokens != self.rewind_to and self.rewind_to in {*map(tokens_of, damaged), *saved_checkpoints(run)}:
