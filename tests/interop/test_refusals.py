@@ -1,6 +1,7 @@
 """Models that cannot be classified are refused in one line that names the parameter; the model does not change."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import LlamaModel
 import leaven
 from leaven.errors import InputError
 from leaven.interop.parametrize import groups
+from leaven.recipe.hyperparameters import Clip, Hyperparameters
 from leaven.recipe.shape import Role
 
 TUNED = {"lr": 0.01, "init_std": 0.1}
@@ -253,3 +255,12 @@ def test_given_roles_and_modules_take_precedence() -> None:
     assert rows["model.layers.1.mlp.gain"].role is Role.HIDDEN_NORM
     assert rows["model.layers.1.mlp.gate_2.weight"].module == "mlp.router"
     assert rows["model.layers.1.mlp.gate_2.weight"].init_std == pytest.approx(0.1 / 2)
+
+
+def test_a_clip_that_groups_cannot_apply_is_named() -> None:
+    tuned = Hyperparameters(lr=0.01, init_std=0.1, grad_clip=Clip(mode="global", limit=0.1))
+    for given in (tuned, tuned.model_copy(update={"grad_clip": Clip(mode="global", limit=0.0)})):
+        with warnings.catch_warnings(record=True, action="always") as seen:
+            leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=given)
+        expected = ["grad_clip 0.1 (global) is not applied"] * (given is tuned)
+        assert [str(each.message).partition(": ")[2][:37] for each in seen] == expected

@@ -1538,3 +1538,13 @@ def test_a_sealed_checkpoint_with_other_tensors_is_damaged(
     save_file(tensors, file)
     seal(newest, (lambda state: None) if format_of_many else (lambda state: state.pop("tensors")))
     require_damaged(newest, run, recipe, tokens)
+
+
+def test_a_call_in_python_warns_of_start_weights_as_the_command_does(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leaven.training.trainer.start_cautions", lambda folder, *_: [f"zeros in {folder}"])
+    recipe = tiny.replace({"start.weights": str(tmp_path)})
+    with pytest.warns(UserWarning, match=f"zeros in {tmp_path}") as seen, pytest.raises(InputError):
+        train(recipe, tokens, tmp_path / "run")
+    assert seen[0].filename == __file__

@@ -249,11 +249,8 @@ def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "T
         for note in tokens.notes:
             screen.line(f"  {note}")
         if start is not None:
-            from leaven.interop.weights import ends_caution, tokenizer_caution, zeros_caution
+            from leaven.interop.weights import start_cautions
 
-            path, end = tokens.tokenizer_path, tokens.end_of_text
-            of_ends = ends_caution(start, path, end) if path and end is not None else None
-            for caution in (path and tokenizer_caution(start, path), of_ends, zeros_caution(start)):
-                if caution is not None:
-                    screen.line(f"  caution: {caution}")
+            for caution in start_cautions(start, tokens.tokenizer_path, tokens.end_of_text):
+                screen.line(f"  caution: {caution}")
     return tokens

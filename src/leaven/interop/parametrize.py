@@ -5,6 +5,7 @@ the outputs of residual branches, and ``multipliers.py`` installs and folds forw
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Real
@@ -292,6 +293,12 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
     """
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
+        if "grad_clip" in given.model_fields_set and given.grad_clip.limit:
+            warnings.warn(
+                f"parametrize: grad_clip {given.grad_clip.limit:g} ({given.grad_clip.mode}) is not applied, because "
+                "parameter groups do not clip; clip in your loop, e.g. with torch.nn.utils.clip_grad_norm_",
+                stacklevel=3,
+            )
     elif isinstance(given, Mapping):
         if "grad_clip" in given:
             raise InputError(

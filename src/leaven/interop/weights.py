@@ -389,6 +389,14 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     return plain
 
 
+def start_cautions(folder: Path, tokenizer: Path | None, end: int | None) -> list[str]:
+    """Return warnings about training that starts from the model in ``folder``: other token ids than those of
+    ``tokenizer``, another end of documents than the id ``end``, and matrices of zeros."""
+    of_tokenizer = tokenizer and tokenizer_caution(folder, tokenizer)
+    of_ends = ends_caution(folder, tokenizer, end) if tokenizer and end is not None else None
+    return [caution for caution in (of_tokenizer, of_ends, zeros_caution(folder)) if caution]
+
+
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
     """Return a warning if a token id means different tokens in ``folder`` and in the file ``tokenizer``.
 

@@ -57,7 +57,7 @@ from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
 from leaven.errors import AGAIN_AFTER, STOPPING, InputError, Settled, TextUnreadable, out_of_memory, shown
-from leaven.interop.weights import tensors_fingerprint, weights_fingerprint
+from leaven.interop.weights import start_cautions, tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
 from leaven.recipe.units import listed
@@ -164,7 +164,7 @@ def train(
     folder = storage.expanded(folder)
     _require_tokens_of(recipe, tokens)
     log_to = writers(log_to)
-    on_event = on_event or _warnings_of_faults(folder, tokens, sys._getframe(1), group)
+    on_event = on_event or _warnings_of_faults(folder, tokens, recipe.start.folder, sys._getframe(1), group)
     with _stopped_by_ctrl_c(stop) as asked, plain_torch():
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
@@ -200,9 +200,10 @@ def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
 
 
 def _warnings_of_faults(
-    folder: Path, tokens: "TokenSet", caller: FrameType, group: ProcessGroup
+    folder: Path, tokens: "TokenSet", start: Path | None, caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Issue each note in ``tokens.notes`` as a Python warning. Return a callback that issues warnings for events.
+    """Issue each note about ``tokens`` and the start weights in the folder ``start`` as a Python warning. Return a
+    callback that issues warnings for events.
 
     The callback's warnings are ``folder`` followed by a message of :func:`faults_in`. Only rank 0 warns. A warning
     points to the line that ``caller`` was executing when this function was called. Equal warnings are shown once.
@@ -217,7 +218,8 @@ def _warnings_of_faults(
         for fault in faults_in(event, values):
             warn(f"{folder}: {fault}")
 
-    for note in tokens.notes:
+    of_start = start_cautions(start, tokens.tokenizer_path, tokens.end_of_text) if start and group.is_first else []
+    for note in (*tokens.notes, *of_start):
         warn(note)
     return on_event
 

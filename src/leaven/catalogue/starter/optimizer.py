@@ -149,8 +149,11 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
             voters += votes.by
     if run and (coefficient := term(run, "hyperparameters.z_loss")):
         draft.decide("hyperparameters.z_loss", coefficient, id=run.id)
-    if not run and not at.model.tied_embeddings:
-        draft.decide("hyperparameters.modules.embedding.weight_decay", 0.0)
+    published = run.optim if run else None
+    if published and published.decay_norm_and_bias:
+        draft.decide("hyperparameters.decay_norm_and_bias", True, id=run and run.id)
+    if not at.model.tied_embeddings and (not run or (published and published.decay_embeddings is False)):
+        draft.decide("hyperparameters.modules.embedding.weight_decay", 0.0, id=run and run.id)
     decay = draft.document["hyperparameters"]["weight_decay"]
     off = max(by_tau / decay, decay / by_tau) if decay else math.inf
     if off > 2:

@@ -37,7 +37,7 @@ from leaven.catalogue.terms import term, without_counterpart
 from leaven.errors import InputError
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.files import explain
-from leaven.recipe.recipe import Precision, Recipe, flatten
+from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import Activation, ModelShape, NormPlacement, Positions
 from leaven.recipe.units import format_quantity
 
@@ -52,6 +52,8 @@ MOST_EVALUATED = 1 / 7
 PROCESSOR_PARAMS = 20_000_000
 """Models of up to this many parameters get fp32, because they are often trained on CPUs, where bf16 is mostly
 slower."""
+HORIZON_OFF = 0.02
+"""A published length of the lr decay that differs from its run's length by more than this share is not rounding."""
 
 # Tables of a run's file whose values are in other tables of a recipe.
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
@@ -138,6 +140,9 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
     if run.batch_grew and run.tokens and run.batch_tokens:
         growth_known = all(batch_ramps([run])) or repeated_growth(run, run.tokens, run.batch_tokens, 1) is not None
     stages = (run.ramp and run.ramp.stages) or ()
+    schedule, tokens = run.schedule, run.tokens
+    decayed = schedule.decay_tokens if schedule and schedule.shape != "wsd" else None
+    horizon = decayed if decayed and tokens and abs(decayed / tokens - 1) > HORIZON_OFF else None
     positions = None if arch.positional == "rotary" else arch.positional
     yield from parts(
         "not_carried_over",
@@ -147,7 +152,10 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
             "activation": arch.activation if arch.activation not in get_args(Activation) else None,
             "instead": "swiglu" if arch.gated else "gelu",
             "latent": arch.kv_lora_rank,
-            "precision": dtype if dtype not in get_args(Precision.model_fields["compute"].annotation) else None,
+            "precision": dtype if dtype != "bf16" else None,
+            "horizon": horizon,
+            "of_run": horizon and tokens and horizon / tokens,
+            "start_lr": (schedule and schedule.start_lr) or None,
             "positions": positions if positions not in get_args(Positions) else None,
             "growth_known": growth_known,
             "other_lengths": any("seq_len" in stage for stage in stages),
@@ -196,7 +204,8 @@ def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None
     if model.params <= PROCESSOR_PARAMS:
         draft.decide("precision.compute", "fp32", "precision of a small model")
     else:
-        draft.decide("precision.compute", "bf16", votes=at.near.most("precision.compute"))
+        votes = at.near.most("precision.compute")
+        draft.decide("precision.compute", "bf16", votes=votes and replace(votes, value="bf16"))
     scale = {"width": shape.d_model, "depth": shape.n_layers}
     if model.d_ff * shape.d_model != shape.d_ff * model.d_model:
         scale |= {"d_ff": shape.d_ff, "d_head": shape.d_head, "n_kv_heads": shape.n_kv_heads}
