@@ -128,6 +128,16 @@ def test_a_checkpoint_that_a_rewind_has_undone_is_not_said_to_be_the_newest(
     assert (stopped.finished, stopped.saved_tokens) == (False, 32 * STEP)
 
 
+def test_a_later_rewind_keeps_the_reasons_of_earlier_ones(run: RunFolder) -> None:
+    ManualRewind(rewind_to=40 * STEP).go(run, LOWER)
+    first = read_recipe(run.recipe_file).why
+    ManualRewind(rewind_to=20 * STEP).go(run, LOWER.replace({"hyperparameters.weight_decay": 0.3}))
+    both = read_recipe(run.recipe_file).why
+    assert both.items() > first.items()
+    assert [path for path, why in both.items() if why.endswith("before: 0.01")] == ["hyperparameters.lr"]
+    assert run.recipe().why == both
+
+
 def test_a_rewind_names_the_values_that_it_changes(run: RunFolder) -> None:
     """Also those that an earlier rewind changed, and that are back as the recipe of the command has them."""
     for target, back in ((LOWER, False), (RUN, True)):

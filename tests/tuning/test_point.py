@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from leaven.recipe.files import parse_recipe, render
 from leaven.scaling.table import ParameterTable, parameter_table
-from leaven.tuning.point import recipe_at, values
+from leaven.tuning.point import recipe_at, value_like, values
 from leaven.tuning.space import space
 
 RECIPE = parse_recipe(
@@ -177,3 +177,10 @@ def test_the_rule_moves_lr_and_betas_with_the_batch() -> None:
     common = plain.replace({"scaling.rule": "standard"})
     faster = parameter_table(recipe_at(common, {"batch.tokens": 2.0}))
     assert column(faster, "lr") == column(parameter_table(common), "lr")
+
+
+def test_a_depth_profile_with_fewer_points_is_read_at_the_depths_of_another() -> None:
+    few = RECIPE.replace({"model.n_layers": 2, "hyperparameters.depth.lr": (1.0, 4.0)})
+    paths = [f"hyperparameters.depth.lr[{point}]" for point in range(3)]
+    assert [value_like(few, path, RECIPE) for path in paths] == [1.0, 2.0, 4.0]
+    assert [value_like(few, path, few) for path in paths[:2]] == [1.0, 4.0]

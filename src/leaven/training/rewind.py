@@ -240,12 +240,14 @@ class ManualRewind:
             rewind = Rewind(to_tokens, start, end, asked=asked)
             metrics, lines = run.metrics(), RunLines(run)
             at = {key: metrics[-1].get(key, 0) if metrics else 0 for key in ("step", "tokens")}
+            if changes:
+                recipe = run.with_reasons(recipe, changes, f"{to_tokens:,} tokens, {BY_REWIND}")
             changed = recorded_changes(changes, recipe) if changes else {"changes": []}
             earlier = [each.document() for each in rewinds]
             lines.event("rewind", **at, **rewind.document(), earlier_rewinds=earlier, **changed)
             lines.require_written()
             if changes:
-                run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, {BY_REWIND}")
+                run.save_recipe(recipe, also_in_events=True)
 
     def _target(self, run: RunFolder) -> int:
         """Return the token count of the checkpoint to which the run returns, or raise InputError."""

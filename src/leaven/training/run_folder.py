@@ -211,9 +211,9 @@ class RunFolder:
                 if torn.is_file():
                     torn.unlink()
         if not self.recipe_file.exists():
-            self._write_recipe(recipe)
+            self.save_recipe(recipe)
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):
-            self._write_recipe(current, also_in_events=True)
+            self.save_recipe(current, also_in_events=True)
 
     def claim_checkpoints(self) -> None:
         """Mark the folder of checkpoints as used by this run or study. Raise InputError if another one uses it."""
@@ -264,7 +264,7 @@ class RunFolder:
             f"rm {link} && mkdir {link}"
         )
 
-    def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
+    def save_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
         """Write the recipe file, keeping its comments. If the recipe is also in events, ignore a full disk."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
@@ -284,16 +284,11 @@ class RunFolder:
             self.writes = False
             raise
 
-    def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with a reason in ``why`` for each of ``changes``: "since 5,000 tokens; before: 0.1".
-
-        ``since`` is the "5,000 tokens" of this example. recipe.toml is updated, too, if :attr:`writes` is True.
-        """
+    def with_reasons(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
+        """Return ``recipe`` with the reasons of the run's recipe, and a reason in ``why`` for each of ``changes``:
+        "since 5,000 tokens; before: 0.1". ``since`` is the "5,000 tokens" of this example."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
-        recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
-        if self.writes:
-            self._write_recipe(recipe, also_in_events=True)
-        return recipe
+        return recipe.replace({"why": self.recipe().why | recipe.why | why})
 
     def keep_tokenizer(self, path: Path) -> None:
         """Copy the tokenizer at ``path`` into the run folder unless it has one. The original may be in a cache."""

@@ -490,7 +490,9 @@ class RunTrainer:
     def rearrange(self, changes: list[Difference]) -> None:
         """Record that the run continues with another parallel layout or micro-batch."""
         training = self.training
-        training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
+        training.recipe = self.run.with_reasons(training.recipe, changes, f"{training.tokens:,} tokens")
+        if self.run.writes:
+            self.run.save_recipe(training.recipe, also_in_events=True)
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:

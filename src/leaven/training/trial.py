@@ -169,7 +169,8 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     if len({(table.rows, table.attention_scale, table.beta2) for table in tables}) > 1:
         raise InputError(
             f"durations: rule {recipe.scaling.rule} gives each duration other hyperparameters, so the durations "
-            "cannot share one run; remove scaling.base, or train each duration separately"
+            "cannot share one run; train each duration separately, or remove scaling.base and set "
+            "[hyperparameters] to the values that leaven show prints for the longest duration"
         )
     return found
 

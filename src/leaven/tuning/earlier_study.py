@@ -32,7 +32,18 @@ from leaven.scaling.tested_ranges import unlike, unlike_training
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.command import CommandFile, CommandSpace, is_command_file
-from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, Value, distance, levels, recipe_at, value_at
+from leaven.tuning.point import (
+    BATCH,
+    CHOICES,
+    TOKENS,
+    WARM_UP,
+    Value,
+    distance,
+    levels,
+    recipe_at,
+    value_at,
+    value_like,
+)
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial, read_document
 
@@ -195,7 +206,8 @@ def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float])
         return math.log2(share / own_share)
     if path in CHOICES:
         return float(levels(here, path).index(str(value_at(there, path))))
-    to, own = value_at(there, path), value_at(here, path)
+    like = here if path in space.paths else there
+    to, own = value_like(there, path, like), value_like(here, path, like)
     if to == own or to is None or own is None:  # None: a named init sets the init_std
         octaves = 0.0
     elif path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")):

@@ -116,6 +116,14 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
     return value if value is None or isinstance(value, str) else float(value)
 
 
+def value_like(recipe: Recipe, path: str, like: Recipe) -> Value | None:
+    """Return the recipe's value at a searchable path of the recipe ``like``. A depth profile is interpolated at the
+    depth of the point in ``like``, which may have another number of points."""
+    if point := _POINT.fullmatch(path):
+        return DepthProfile.at(_profile(recipe, point[1]), int(point[2]), len(_profile(like, point[1])))
+    return value_at(recipe, path)
+
+
 def distance(path: str, value: float, to: float) -> float:
     """Return the distance between the recipe's ``value`` at ``path`` and ``to``."""
     return distance_in(_unit(path), value, to)
