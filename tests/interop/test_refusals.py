@@ -264,3 +264,11 @@ def test_a_clip_that_groups_cannot_apply_is_named() -> None:
             leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=given)
         expected = ["grad_clip 0.1 (global) is not applied"] * (given is tuned)
         assert [str(each.message).partition(": ")[2][:37] for each in seen] == expected
+
+
+def test_ratios_that_a_rule_does_not_use_are_named() -> None:
+    ratios = leaven.Ratios(batch=2, tokens=8)
+    with pytest.warns(UserWarning, match="ratios: mup has no rule for batch and tokens"):
+        leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=TUNED, rule="mup", ratios=ratios)
+    with warnings.catch_warnings(action="error"):
+        leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=TUNED, ratios=ratios)

@@ -140,3 +140,10 @@ def test_decay_and_init_are_swept_in_base_coordinates(tiny: Recipe) -> None:
     assert value(decay, "exponent of the best weight decay over tokens").expected == pytest.approx(-0.5)
     init, _ = sweep("init", RecipeFamily(tiny), "init_std", [SMALL, WIDE], [0.05, 0.1, 0.2], store=store)
     assert init.passed
+
+
+def test_a_gain_of_more_tokens_within_the_noise_is_not_divided_by(tiny: Recipe) -> None:
+    verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(losses(tiny, -0.5, 0.05, 0.2)))
+    found = value(verdict, "cost of twice the batch")
+    assert (found.value, found.low, found.high) == (None, None, None)
+    assert found.note.startswith("it is not certain that more tokens lower the loss")

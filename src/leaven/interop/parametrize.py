@@ -204,6 +204,10 @@ def parametrize(
         tuned.require_modules({row.module: row.role for row in rows})
     except ValueError as error:
         raise InputError(str(error)) from None
+    if not RULES[scaling.rule].columns and (ratios_at.batch, ratios_at.tokens) != (1, 1):
+        warnings.warn(
+            f"parametrize: ratios: {rule} has no rule for batch and tokens, so they change nothing", stacklevel=2
+        )
     attention = factors(RULES[scaling.rule], Role.HIDDEN_WEIGHT, TensorRatios(head=head), scaling).attention
     hooks = multipliers(target, structure, rows, classifier.output_norms)
     logit_scales = rescale_attention(target, base_model, structure, head, attention)

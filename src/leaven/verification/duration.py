@@ -116,6 +116,10 @@ def _regime(
     found = estimate(share, [losses[base], losses[longest], doubled])
     if not math.isfinite(found.value):
         return unknown(note="more tokens do not lower the loss")
+    if found.low is not None and math.isnan(found.low):  # some of the bootstrap samples
+        return unknown(
+            note="it is not certain that more tokens lower the loss; give more --seeds or longer --durations"
+        )
     if found.low is None or found.high is None:
         note = "one seed has no interval; give --seeds 3"
     elif found.high < CRITICAL:
