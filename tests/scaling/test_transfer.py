@@ -172,6 +172,12 @@ def test_searched_warm_up_and_batch_move_with_the_scale(tiny: Recipe, target: Re
     assert big.schedule.warmup_tokens == 163_840 // 5  # a fifth of the run, as in the proxy
     assert (big.batch.tokens, big.batch.ramp and big.batch.ramp.start_tokens) == (2_048, 512)
     assert big.schedule.min_lr_ratio == target.schedule.min_lr_ratio  # was not searched
+    decay = {
+        "schedule.decay": "wsd",
+        "schedule.decay_ratio": 0.3,
+        "why": why | {"schedule.decay": "study tiny, trial 3"},
+    }
+    assert transfer_like(tiny.replace(changes | decay), target).schedule.decay_ratio == 0.3
     also = changes | {"why": why | {"schedule.min_lr_ratio": "study tiny, trial 3"}}
     assert transfer_like(tiny.replace(also), target).schedule.min_lr_ratio == 0.3
 

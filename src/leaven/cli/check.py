@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -275,7 +276,9 @@ def duration(
         changed = recipe.replace(measured)
         write_recipe(changed, write, template=read_text(Path(subject)))
         exponent = f"token_exponent {changed.scaling.token_exponent:g}"
-        more = [f"wrote {write} with {exponent}; next: leaven transfer {write} --tokens TOKENS -o big.toml"]
+        more = [
+            f"wrote {write} with {exponent}; next: leaven transfer {quote(str(write))} --tokens TOKENS -o big.toml"
+        ]
         if (longer := recipe.data.tokens / recipe.base.tokens) != 1:
             factor = longer ** (recipe.scaling.token_exponent - changed.scaling.token_exponent)
             more[:0] = [

@@ -172,7 +172,7 @@ def parametrize(
             "parametrize: optimizer is muon, which needs whole matrices, but the model is sharded over processes; "
             "leave optimizer out"
         )
-    ratios_at = _ratios(ratios, structure, base_structure)
+    ratios_at = _ratios(ratios, structure, base_structure, scaling.rule)
     structure = matched(structure, base_structure)
     given_roles = dict(roles or {})
     if isinstance(target, Transformer) and target.shape.tied_embeddings:
@@ -204,10 +204,6 @@ def parametrize(
         tuned.require_modules({row.module: row.role for row in rows})
     except ValueError as error:
         raise InputError(str(error)) from None
-    if not RULES[scaling.rule].columns and (ratios_at.batch, ratios_at.tokens) != (1, 1):
-        warnings.warn(
-            f"parametrize: ratios: {rule} has no rule for batch and tokens, so they change nothing", stacklevel=2
-        )
     attention = factors(RULES[scaling.rule], Role.HIDDEN_WEIGHT, TensorRatios(head=head), scaling).attention
     hooks = multipliers(target, structure, rows, classifier.output_norms)
     logit_scales = rescale_attention(target, base_model, structure, head, attention)
@@ -355,8 +351,9 @@ def _positive(name: str, size: str, value: Any) -> float:
     return number
 
 
-def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return the ratios model / base: width and depth from the models, batch and tokens from ``given``."""
+def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure, rule: str) -> Ratios:
+    """Return the ratios model / base: width and depth from the models, batch and tokens from ``given``. Warn if
+    ``rule`` does not scale with batch and tokens, and they are given."""
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -368,6 +365,8 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
                 f"ratios: {axis} is {stated[axis]:g}, but {axis} of model / {axis} of base is {found:g}; "
                 f"leave {axis} out"
             )
+    if not RULES[rule].columns and (read.batch, read.tokens) != (1, 1):
+        warnings.warn(f"ratios: {rule} has no rule for batch and tokens, so they change nothing", stacklevel=3)
     return read
 
 

@@ -179,6 +179,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     # If a count of the target equals the transferred count, the target's reason for it is kept.
     kept_counts = {path for path, factor in counts.items() if round(read(target, path) / factor) == read(tuned, path)}
     searched = {path for path in studied - kept_counts if not path.startswith("hyperparameters.")}
+    if "schedule.decay" in searched and tuned.schedule.decay == "wsd":  # the trials had this cooldown
+        searched |= {"schedule.decay_ratio"}
     for path in searched:
         changes[path] = max(round(read(tuned, path) * counts[path]), 1) if path in counts else read(tuned, path)
     if "batch.tokens" in searched:
