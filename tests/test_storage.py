@@ -104,7 +104,7 @@ def test_an_empty_folder_keeps_its_link_and_permissions(tmp_path: Path, monkeypa
         storage.require_free(link)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with refused(". is the current folder; give a new folder in it, such as model"):
+    with refused(". is the current folder, which cannot be replaced; give a new folder in it, such as model"):
         storage.require_free(Path())
 
 
@@ -327,7 +327,7 @@ def test_a_disk_that_cannot_flush_folders_is_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fsync", of_folders)
     storage.write_text(tmp_path / "file", "text")
     monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path)
-    with refused("is the root of a disk; give a new folder in it, such as"):
+    with refused("is the root of a disk, which cannot be replaced; give a new folder in it, such as"):
         storage.require_free(tmp_path)
 
 
@@ -379,7 +379,7 @@ def test_a_link_is_not_written_to_and_a_pipe_without_a_reader_is_not_waited_for(
         with refused(f"{name}: this is {kind}"), storage.lock(tmp_path / name):
             pass
     (tmp_path / "away").symlink_to("unmounted")
-    with refused("away: a link to unmounted, which is no folder"):
+    with refused("away: a link to unmounted, which is not a folder"):
         storage.make_folder(tmp_path / "away")
     assert (tmp_path / "target").read_text() == "old"
 
@@ -394,7 +394,7 @@ def test_a_disk_without_room_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_half_a_surrogate_pair_is_refused_in_files_that_are_read_again_and_escaped_in_pages(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"'c\\udcff' ends with a character that is not Unicode"):
+    with pytest.raises(InputError, match=r"'c\\udcff' is not valid Unicode"):
         storage.write_text(tmp_path / "recipe.toml", "c\udcff")
     assert not list(tmp_path.iterdir())
     storage.write_page(tmp_path / "page.html", "<!doctype html>c\udcff")

@@ -54,8 +54,10 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return further runs with ``lr`` at the largest width, for both scaling rules and all seeds but 0. The runs
-        with seed 0 are in ``grid``."""
+        """Return the runs with ``lr`` and seeds above 0, at the largest width and for both scaling rules.
+
+        ``grid`` has those with seed 0.
+        """
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]

@@ -26,7 +26,7 @@ _SECRET = re.compile(
 
 
 def _without_login(line: str) -> str:
-    """Replace the password of a URL. It may contain any character, also @ and spaces, so it ends at the last @."""
+    """Replace the password of a URL by ``***``. A password may contain @ and spaces, so the last @ ends it."""
     before, at, after = line.rpartition("@")
     login = _LOGIN.search(before) if at else None
     return f"{before[: login.end()]}***@{after}" if login else line
@@ -51,15 +51,15 @@ def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 AGAIN_AFTER = 1.0
-"""Seconds. A Ctrl-C within this time after the first one is ignored: a program around leaven may have sent the first
-one twice."""
+"""Seconds. A Ctrl-C within this time after the first one is ignored, because the terminal and a parent process such
+as torchrun may both send the signal."""
 STOPPING = "stopping at the next safe point; press Ctrl-C again to stop at once"
 
 
 class InputError(ValueError):
     """An error in the user's input. The message is one line: what is wrong and what to type. The exit code is 2.
 
-    The message is safe to print (:func:`shown`), because Python prints it, too.
+    The message is made safe to print with :func:`shown`, because Python may print it in a traceback.
     """
 
     def __init__(self, message: str) -> None:

@@ -43,10 +43,10 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 _AWAY = """EIO ESTALE ENOTCONN ETIMEDOUT ENODEV ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ECONNABORTED
     ECONNREFUSED ECONNRESET EREMOTEIO ENOLINK ECOMM"""
 AWAY = {getattr(errno, name) for name in _AWAY.split() if hasattr(errno, name)}
-"""Error numbers of a disk, for example on a network, that cannot be reached for a while."""
+"""Error numbers of a disk that is temporarily unreachable, for example a network disk."""
 
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EKEYEXPIRED", errno.EACCES)}
-"""Error numbers of a disk that may not be written, for example because a Kerberos ticket has expired."""
+"""Error numbers of a write without permission, for example because a Kerberos ticket has expired."""
 
 EMPTY_LOCK_SECONDS = 10.0
 """On a disk without flock, :func:`lock` raises InputError if a lock file stays empty for this many seconds."""
@@ -128,7 +128,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_device(path: Path) -> bool:
-    """Return whether a path is a device or a pipe. A link counts only in /dev or /proc, such as /dev/stdout."""
+    """Return whether a path is a device, a pipe, or a link in /dev or /proc, such as /dev/stdout."""
     if path.is_symlink():  # elsewhere, somebody else may have made the link
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
@@ -193,7 +193,7 @@ def write_text(path: Path | str, text: str) -> None:
     except UnicodeEncodeError as error:
         there = ascii(text[max(0, error.start - 20) : error.end])
         raise InputError(
-            f"{path}: cannot be written: its text {there} ends with a character that is not Unicode; change the "
+            f"{path}: cannot be written: the last character of the text {there} is not valid Unicode; change the "
             "value or the file name that contains this text"
         ) from None
     except OSError as error:
@@ -234,7 +234,7 @@ def _content(path: Path) -> bytes:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write an HTML page, followed by its digest. Raise InputError as :func:`require_page` does for ``path``."""
+    """Write an HTML page and its digest. Raise InputError if leaven must not write to ``path`` (`require_page`)."""
     require_page(path)
     content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
     seal = digest(content.replace(b"\r\n", b"\n"))
@@ -286,7 +286,7 @@ def make_folder(path: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         if path.is_symlink():
             raise InputError(
-                f"{path}: a link to {os.readlink(path)}, which is no folder; mount its disk, or use another folder"
+                f"{path}: a link to {os.readlink(path)}, which is not a folder; mount its disk, or use another folder"
             ) from None
         file = next((each for each in path.parents if each.is_file()), path)
         raise InputError(f"{file}: a file of this name exists where a folder is needed; use another name") from None
@@ -305,7 +305,9 @@ def require_free(path: Path, *, device: bool = False) -> None:
     current = path.exists() and path.samefile(os.curdir)
     if current or os.path.ismount(os.path.realpath(path)):
         what = "current folder" if current else "root of a disk"
-        raise InputError(f"{path} is the {what}; give a new folder in it, such as {path / 'model'}")
+        raise InputError(
+            f"{path} is the {what}, which cannot be replaced; give a new folder in it, such as {path / 'model'}"
+        )
     if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already; give another name")
 
@@ -466,7 +468,7 @@ class JsonLines:
     torn: bool = False  # whether an incomplete last line was ignored
 
     def skipped(self, file: Path | str) -> str:
-        """Return a sentence that counts the damaged lines of ``file``, or "" without any."""
+        """Return a sentence that counts the damaged lines of ``file``, or "" if there are none."""
         if not self.damaged:
             return ""
         first, last = self.damaged[0], self.damaged[-1]

@@ -125,7 +125,7 @@ def test_the_document_lists_every_law_with_its_trust(leaven: Verb) -> None:
 
 def test_laws_of_the_blocks_use_the_count_without_embeddings(leaven: Verb) -> None:
     size = ("--params", "124M", "--tokens", "10B")
-    assert "124 M without embeddings (taken as all parameters" in " ".join(leaven("laws", *size)[1].split())
+    assert "124 M without embeddings (all parameters are used instead" in " ".join(leaven("laws", *size)[1].split())
     changed = [leaven("laws", *size, *more, "--json")[1] for more in ((), ("--params-non-embedding", "85M"))]
     assert changed[0] != changed[1]
 

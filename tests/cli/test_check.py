@@ -140,7 +140,7 @@ def test_logged_curves_give_a_verdict_and_a_page(tmp_path: Path, leaven: Verb) -
     (tmp_path / "fault" / "100m.csv").rename(tmp_path / "all" / "100m.csv")
     code, out, err = leaven("check", "collapse", tmp_path / "all")
     assert code == 1, err
-    assert "20m -> 100m most" in out
+    assert "worst: 20m -> 100m" in out
 
 
 def test_start_weights_are_named_as_unused(tiny_file: Path, monkeypatch: pytest.MonkeyPatch, leaven: Verb) -> None:

@@ -134,7 +134,7 @@ REFUSED = {
     "train tiny.toml --run OUT --set start.weights=/absent": "/absent: no such folder",
     "train tiny.toml --run OUT --set data.tokenizer=TOKENIZER": "400",
     "train tiny.toml --skip-tokens 5k": "--rewind-to",
-    "train tiny.toml --run=": "nothing stands after --run=; is a variable of the shell empty?",
+    "train tiny.toml --run=": "--run= has an empty value; is a shell variable empty?",
     "train tiny.toml --run OUT --rewind-to 5k": "there is no run in",
     "train tiny.toml --set stability.rollback_lr=0.5": "rollback_lr_tokens",
     "demo --run tiny.toml": "a file",

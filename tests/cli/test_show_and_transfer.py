@@ -114,7 +114,8 @@ def test_transfer_says_that_a_best_toml_was_edited(leaven: Verb, tiny_file: Path
     (tmp_path / "study.json").write_text(study.model_dump_json())
     assert leaven("transfer", best, "--width", "32")[2] == ""
     best.write_text(best.read_text().replace("lr = 0.0", "lr = 0.00"))
-    edited = f"warning: {best} was edited after leaven tune wrote it, so [why] may not fit its values\n"
+    edited = "was edited after leaven tune wrote it, so the reasons in [why] may not fit the values"
+    edited = f"warning: {best} {edited}\n"
     assert leaven("transfer", best, "--width", "32")[2] == edited
     assert leaven("transfer", tiny_file, "--width", "32")[2] == ""
 

@@ -51,7 +51,7 @@ def test_train_prints_one_document_and_a_line_every_so_many_steps(
     summary = json.loads(out)
     assert (summary["tokens"], summary["steps"], summary["rollbacks"]) == (10_240, 40, 0)
     assert summary["mfu"] > summary["mfu_causal"] > 0
-    assert "matmul measured here" in summary["mfu_convention"]
+    assert "matmul measured on this device" in summary["mfu_convention"]
     assert "warning: complete-d-p multiplies the weight decay of" in err
     shown = [line.split()[:2] for line in err.splitlines()]
     assert all([tokens, "k"] in shown for tokens in ("2.56", "5.12", "7.68", "10.2"))

@@ -56,8 +56,8 @@ def test_start_weights_with_the_token_ids_of_another_tokenizer_are_named(
     for more, told in (([], False), (["--set", "data.tokenizer=bpe"], True)):
         code, _, err = leaven(*train, *more)
         line = " ".join(err.split())
-        assert (code, "token ids of data.tokenizer are other tokens in the tokenizer of [start]" in line) == (2, told)
-    assert f'unless this is on purpose, set data.tokenizer = "{out}/' in line
+        assert (code, "token ids mean other tokens in data.tokenizer than in the tokenizer" in line) == (2, told)
+    assert f'if this is not intended, set data.tokenizer = "{out}/' in line
     whole = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").write_bytes(whole[: len(whole) // 2].ljust(len(whole), b"\0"))
     for command in (train, ["new", tmp_path / "more.toml", "--from-weights", out]):

@@ -437,9 +437,10 @@ def test_patterns_can_repeat_stars_and_go_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("part", "inside"), [("**.txt", "*.txt"), ("x**.txt", "x*.txt"), ("***", "*")])
 def test_two_stars_with_other_characters_are_refused(tmp_path: Path, part: str, inside: str) -> None:
-    """Glob takes them for one star, and finds nothing in inner folders."""
+    """Glob takes them for one star, and finds nothing in subfolders."""
     write(tmp_path / "x.txt", "a text")
-    with refused(f"{part} finds no files in inner folders; write **/{inside} to find them, or {inside} without them"):
+    hint = f"write **/{inside} to include subfolders, or {inside} to leave them out"
+    with refused(f"{part} finds no files in subfolders; {hint}"):
         opened(f"{tmp_path}/{part}")
     write(tmp_path / "a**.txt", "the name of a file")
     assert [each.key for each in opened(f"{tmp_path}/a**.txt").parts] == ["a**.txt"]
@@ -459,11 +460,13 @@ def test_a_file_that_is_found_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path)  # a link to a folder above does no harm
     assert prepared("**/*.*").fingerprint == before
     (tmp_path / "current").symlink_to("v2")
-    with refused("current/a.jsonl", "v2/a.jsonl", "are the same file, by data.source", "change the patterns"):
+    with refused(
+        "current/a.jsonl", "v2/a.jsonl", "are the same file, found twice, by data.source", "change the patterns"
+    ):
         prepared("[cv]*/*.*")
     with refused(f"{tmp_path}/v2/b.txt is found twice, by data.source", f"and data.source '{tmp_path}/v2/b.txt';"):
         prepared("v*/*.*", "v2/b.txt")
-    with refused("v2/b.txt", "current/b.txt are the same file, by data.source"):
+    with refused("v2/b.txt", "current/b.txt are the same file, found twice, by data.source"):
         prepared("v*/*.*", "current/b.txt")
     # DVC and jdupes make hard links for different documents with equal content.
     (tmp_path / "v2" / "c.txt").hardlink_to(tmp_path / "v2" / "b.txt")
@@ -483,10 +486,8 @@ def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path)
             path.write_text("text")
 
     shards("train-{n}.txt", 0, 2)
-    line = f"data.source '{tmp_path}/*.txt': by the names of the others, files are missing, such as "
-    end = (
-        "; if a download was interrupted, repeat it, or name only the files that you want, such as train-0000[0-2]-*"
-    )
+    line = f"data.source '{tmp_path}/*.txt': the names of the files show that some are missing, such as "
+    end = "; if a download was interrupted, repeat it; to use only some files, name them, such as train-0000[0-2]-*"
     assert notes("*.txt") == (f"{line}{tmp_path}/train-00001-of-00003.txt{end}",)
     assert notes("**/*") == (notes("*.txt")[0].replace("*.txt", "**/*"),)
     data = Data(source=f"{tmp_path}/*.txt", tokens=1_024)
@@ -541,7 +542,7 @@ def test_a_folder_or_pipe_with_the_name_of_a_file_is_named(tmp_path: Path) -> No
     (tmp_path / "y.jsonl").mkdir()
     (tmp_path / "y.jsonl" / "part-0.jsonl").write_bytes(b"\n".join(good_lines(9)))
     with refused(
-        f"matches no file, but {tmp_path}/y.jsonl; to read the files in a folder", f"'{tmp_path}/y.jsonl/*.*'"
+        f"matches {tmp_path}/y.jsonl, which is not a file; to read the files in a folder", f"'{tmp_path}/y.jsonl/*.*'"
     ):
         opened(f"{tmp_path}/*.jsonl")
     (tmp_path / "x.jsonl").write_bytes(b"\n".join(good_lines(9)))
@@ -555,7 +556,7 @@ def test_a_folder_or_pipe_with_the_name_of_a_file_is_named(tmp_path: Path) -> No
     assert notes("*.jsonl") == (f"{line} {tmp_path}/y.jsonl is not a file, {end}",)
     assert notes("**/*.jsonl") == ()  # the files in the folder are read
     os.mkfifo(tmp_path / "z.jsonl")
-    assert notes("*.jsonl") == (f"{line} 2 paths are not files, such as {tmp_path}/y.jsonl, {end}",)
+    assert notes("*.jsonl") == (f"{line} 2 paths, such as {tmp_path}/y.jsonl, are not files, {end}",)
     assert f"{tmp_path}/z.jsonl is not a file" in notes("**/*.jsonl")[0]
     data = Data(source=f"{tmp_path}/*.jsonl", tokens=1_024)
     assert prepare(data, 300, tmp_path / ".cache").notes == notes("*.jsonl")

@@ -113,7 +113,7 @@ def test_an_end_of_text_token_within_a_document_is_not_its_end(tmp_path: Path, p
     del most[5][-1], most[9][-1]
     found = prepare(megatron(tmp_path / "b.bin", most), end_of_text=END)
     assert [*found.train[:], *found.validation[:]] == flat(most)
-    note = f"{len(most)} documents have {len(most) - 2} end-of-text tokens, 3; none is added"
+    note = f"{len(most)} documents have {len(most) - 2} end-of-text tokens (id 3); none is added"
     assert any(note in each for each in found.notes)
 
 
@@ -241,7 +241,7 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
             prepare([*one(f"{tmp_path}/{again}"), trained])
     # A link to a file without a link to its index has other ends of documents.
     (tmp_path / "ids.bin").symlink_to(megatron(tmp_path / "indexed.bin", TEXTS[:9]))
-    with refused(f"{tmp_path}/indexed.bin and {tmp_path}/ids.bin are the same file, by data.source"):
+    with refused(f"{tmp_path}/indexed.bin and {tmp_path}/ids.bin are the same file, found twice, by data.source"):
         prepare(one(f"{tmp_path}/indexed.bin", validation=f"{tmp_path}/ids.bin"))
     set_ = hugging_face(tmp_path / "set", TEXTS)
     (tmp_path / "sets").symlink_to(tmp_path)
@@ -285,7 +285,7 @@ def test_a_file_without_the_index_that_others_have_is_refused(tmp_path: Path, pr
     for name in ("a", "b"):
         megatron(tmp_path / f"{name}.bin", TEXTS)
     index = (tmp_path / "b.idx").rename(tmp_path / "elsewhere")
-    with refused(f"{tmp_path}/b.bin has no .idx of Megatron-LM, unlike other files; bring it back"):
+    with refused(f"{tmp_path}/b.bin has no .idx of Megatron-LM, unlike other files; bring the .idx back"):
         prepare(one(f"{tmp_path}/?.bin", dtype="uint16"))
     index.rename(tmp_path / "b.idx")
     assert prepare(one(f"{tmp_path}/?.bin", dtype="uint16"))
@@ -361,7 +361,7 @@ def test_files_that_end_with_one_id_are_named(tmp_path: Path, prepare: Any) -> N
     def line(source: str, counts: str) -> str:
         return (
             f"{tmp_path}/{source}: {counts} files end with more than 1,024 equal token ids, such as {tmp_path}/a.npy"
-            ", which ends with 0; if a program was stopped while it wrote them, write them again"
+            ", which ends with 0; if a program was stopped while it wrote the files, write them again"
         )
 
     for size in (LONGEST_END + 1, 10_000):
@@ -606,7 +606,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
     with refused("a.bin has the token id 299", "0 to 279", "data.tokenizer"):
         prepare(ids, tokenizer=small)
     np.arange(1, 101, dtype="<u2").tofile(tmp_path / "even.bin")
-    with refused("even.bin has the token id", "or dtype, now uint32, to that of the file"):
+    with refused("even.bin has the token id", "or set dtype, now uint32, to the dtype of the file"):
         prepare(one(f"{tmp_path}/even.bin", dtype="uint32"))
 
 

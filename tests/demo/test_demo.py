@@ -54,7 +54,7 @@ def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.Ca
     finished = (tmp_path / "runs/runs.jsonl").read_text()
     assert 0 < len(finished.splitlines()) < 14
     announced = capsys.readouterr().err
-    assert "14 runs of 1.02 k tokens of tiny-shakespeare with 1 processes (size full; --quick takes" in announced
+    assert "14 runs of 1.02 k tokens of tiny-shakespeare with 1 processes (size full; leaven demo" in announced
 
     done = run(tmp_path)
     assert capsys.readouterr().err == ""  # announced once
@@ -168,7 +168,7 @@ def test_a_killed_demo_resumes_and_its_losses_are_those_of_another_order(tmp_pat
     again = subprocess.run([*COMMAND, str(tmp_path / "killed")], capture_output=True, text=True, check=True)
     whole = finished[: finished.rindex(b"\n") + 1]
     assert (tmp_path / "killed/runs/runs.jsonl").read_bytes().startswith(whole)
-    assert "nats below" in again.stdout or "nats ABOVE" in again.stdout
+    assert "nats lower" in again.stdout or "nats HIGHER" in again.stdout
     assert f"page  {tmp_path / 'killed/report.html'}" in again.stdout
     assert "leaven show --rule complete-d-p" in again.stdout
     alone = [*COMMAND, str(tmp_path / "alone"), "--workers", "1", "--json"]

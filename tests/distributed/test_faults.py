@@ -211,7 +211,8 @@ def test_all_processes_need_the_same_recipe_and_text(
     first, second = ranks(2, given, two, tokens, tmp_path / "run", other)
     assert (
         first
-        == "Settled: rank 1 has another recipe, text, tokenizer, [start], --rewind-to or leaven version than rank 0"
+        == "Settled: rank 1 differs from rank 0 in recipe, text, tokenizer, [start], --rewind-to or leaven version; "
+        "give all ranks the same"
     )
     assert second == f"InputError: rank 1 has another {named} than rank 0; give all ranks the same"
     assert not (tmp_path / "run").exists()

@@ -110,7 +110,7 @@ def test_a_model_in_the_folder_is_replaced_with_a_warning(tmp_path: Path, one_ra
 def test_a_hand_written_model_is_folded(tmp_path: Path) -> None:
     model = trained(Home)
     wanted = outputs(model)
-    with pytest.raises(InputError, match=r"Home has no save_pretrained; fold a copy with leaven.fold"):
+    with pytest.raises(InputError, match=r"Home has no save_pretrained; call leaven.fold on a copy"):
         leaven.save_folded(model, tmp_path)
     torch.testing.assert_close(outputs(leaven.fold(model)), wanted)
 

@@ -136,7 +136,7 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     assert plan.speed.mfu == pytest.approx(bare.speed.mfu / 1.18)
     assert plan.seconds == pytest.approx(1.18 * bare.seconds)
     assert (plan.chosen.memory, plan.chosen.fits) == (bare.chosen.memory, bare.chosen.fits)
-    assert plan.job.calibration.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
+    assert plan.job.calibration.says == "x1.18 from 3 runs on this accelerator (0.9 to 1.3)"
     assert plan.job.calibration.uncalibrated_step_seconds == bare.speed.step_seconds
     assert plan.job.calibration.memory == pytest.approx(1.1)
 
@@ -165,7 +165,7 @@ def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:
     bare = plan_recipe(recipe(), "1xH100", "mbs=8")
     assert bare.calibrated([took(1, 1.5)], "bf16").cautions == bare.cautions
     (said,) = set(bare.calibrated([took(1, 50.0)], "bf16").cautions) - set(bare.cautions)
-    assert said.startswith("runs on this accelerator needed x50 of the planned memory; at this factor the run does")
+    assert said.startswith("runs on this accelerator needed 50 times the planned memory; with this factor, this run")
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_a_prediction_is_a_cost_or_nothing() -> None:
 def test_a_plan_has_the_range_of_published_runs_until_it_is_calibrated() -> None:
     bare = plan_recipe(recipe(), "1xH100")
     low, llm_foundry, *_ = published_range(bare.document())
-    assert low.endswith("a step, as published runs on H100 boards")
+    assert low.endswith("a step, judging by published runs on H100 boards")
     assert llm_foundry == "x1.07 to x1.65 of the planned time: llm-foundry of October 2023 (70 rows)"
     assert published_range(bare.calibrated([took(1.3)], "bf16").document()) == []
     assert "no published run on H200-SXM-141GB was" in published_range(plan_recipe(recipe(), "1xH200").document())[0]
@@ -297,6 +297,6 @@ def test_a_plan_has_the_range_of_published_runs_until_it_is_calibrated() -> None
     exact = exact.model_copy(
         update={"published_times": [exact.published_times[0].model_copy(update={"low": 1, "high": 1})]}
     )
-    assert published_range(exact)[0].endswith(" a step, as published runs on H100 boards")
+    assert published_range(exact)[0].endswith(" a step, judging by published runs on H100 boards")
     of_host = exact.model_copy(update={"time": exact.time | {"host": exact.speed.step_seconds / 2}})
     assert published_range(of_host)[0].startswith("not known: the host decides the time of a step")

@@ -285,7 +285,7 @@ def test_a_plan_says_that_a_mask_is_slower_than_planned() -> None:
 
     def said(changes: dict[str, str | int], gpus: str = "1xH100-SXM-80GB", code: str | None = None) -> bool:
         found = plan_recipe(recipe.replace(changes), gpus, code=code).cautions
-        return any(one.startswith("the time is optimistic: isolated documents") for one in found)
+        return any(one.startswith("the time is optimistic: with isolated documents") for one in found)
 
     for changes in ({"data.documents": "isolated"}, {"model.positions": "alibi"}, {"model.window": 256}):
         assert said(changes)

@@ -184,6 +184,6 @@ def test_a_searched_batch_comes_back_as_a_multiple_of_the_proxys_own() -> None:
         assert proxy
         found = proxy.replace({"why": proxy.why | {"batch.tokens": "study wheat, trial 0; as at the start"}})
         assert transfer_like(found, target).batch.tokens == target.batch.tokens
-        why = f"study wheat, trial 3; the start's {proxy.batch.tokens:,} costs +0.01"
+        why = f"study wheat, trial 3; the start's {proxy.batch.tokens:,} changes the loss by +0.01"
         doubled = proxy.replace({"batch.tokens": 2 * proxy.batch.tokens, "why": {"batch.tokens": why}})
         assert transfer_like(doubled, target).batch.tokens == 2 * target.batch.tokens

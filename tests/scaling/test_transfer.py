@@ -166,7 +166,7 @@ def test_transfer_like_keeps_everything_of_the_target_but_tuned_values(tiny: Rec
 
 def test_searched_warm_up_and_batch_move_with_the_scale(tiny: Recipe, target: Recipe) -> None:
     why = {"schedule.warmup_tokens": "study tiny, trial 3"}
-    why["batch.tokens"] = "study tiny, trial 3; the start's 256 costs +0.01"
+    why["batch.tokens"] = "study tiny, trial 3; the start's 256 changes the loss by +0.01"
     changes = {"schedule.warmup_tokens": 2_048, "batch.tokens": 512, "schedule.min_lr_ratio": 0.3, "why": why}
     big = transfer_like(tiny.replace(changes | {"scaling.base": tiny.base.model_dump()}), target)
     assert big.schedule.warmup_tokens == 163_840 // 5  # a fifth of the run, as in the proxy
@@ -207,7 +207,8 @@ def test_a_number_of_tokens_that_the_study_left_at_its_start_is_the_targets(tiny
 def test_the_start_of_a_study_is_read_from_its_reason(tiny: Recipe, target: Recipe, path: str, at: int) -> None:
     """The study may have had another batch and length than the base, and any number of steps."""
     base = {"scaling.base": tiny.base.model_dump()}
-    tuned = tiny.replace(base | {path: 3 * at, "why": {path: f"study tiny, trial 3; the start's {at:,} costs +0.01"}})
+    why = f"study tiny, trial 3; the start's {at:,} changes the loss by +0.01"
+    tuned = tiny.replace(base | {path: 3 * at, "why": {path: why}})
     big = transfer_like(tuned, target)
     assert read(big, path) == 3 * read(target, path)
     assert big.why[path].endswith(f"at this size, the start has {read(target, path):,}")
@@ -218,13 +219,13 @@ def test_the_start_of_a_study_is_read_from_its_reason(tiny: Recipe, target: Reci
         tiny.replace(base | {path: at, "why": {path: "study tiny, trial 3; as at the start"}}), target
     )
     assert read(kept, path) == read(target, path)
-    with refused(f'[why] "{path}" does not say how many tokens the study had at its start'):
+    with refused(f'[why] "{path}" does not contain the value at which the study began'):
         transfer_like(tuned.replace({"why": {path: "study tiny, trial 3"}}), target)
 
 
 def test_two_transfers_in_a_row_keep_what_a_study_found(tiny: Recipe, target: Recipe) -> None:
-    why = {"schedule.warmup_tokens": "study tiny, trial 3; the start's 512 costs +0.01"}
-    why["batch.tokens"] = "study tiny, trial 3; the start's 256 costs +0.01"
+    why = {"schedule.warmup_tokens": "study tiny, trial 3; the start's 512 changes the loss by +0.01"}
+    why["batch.tokens"] = "study tiny, trial 3; the start's 256 changes the loss by +0.01"
     changes = {
         "schedule.warmup_tokens": 2_048,
         "batch.tokens": 512,

@@ -197,7 +197,7 @@ def test_a_loaded_model_routes_as_the_trained_one(tiny: Recipe, tokens: TokenSet
         ({"active": 5}, {}, "active 5 is more than number 4"),
         ({"active": 1}, {}, "the weight of the expert is always 1.*set normalise = false"),
         ({"active": 4}, {}, 'all 4 experts are active, so their load is always balanced; set balance = "none"'),
-        ({"dense_layers": 2}, {}, "leaves no layer of 2 with experts"),
+        ({"dense_layers": 2}, {}, "none of the 2 layers has experts"),
         ({}, {"model.bias": True}, "experts have no biases"),
         ({}, {"model.norm_placement": "output"}, "experts need norm_placement"),
     ],

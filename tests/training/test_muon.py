@@ -151,7 +151,7 @@ def test_groups_with_several_ns_steps_are_refused() -> None:
     optimizer.param_groups[1]["ns_steps"] = 3
     for each in matrices:
         each.grad = torch.ones_like(each)
-    with pytest.raises(ValueError, match=r"several ns_steps, \[3, 5\]"):
+    with pytest.raises(ValueError, match=r"different ns_steps, \[3, 5\]"):
         optimizer.step()
 
 

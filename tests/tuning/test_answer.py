@@ -334,19 +334,19 @@ def test_the_front_counts_branches_by_their_tokens_and_other_seeds_by_their_mean
 
 def test_advice_if_all_diverged_names_what_to_lower() -> None:
     gone = [trial(k, [-0.25 * k, 0, 0, 0], math.inf, tokens=100) for k in range(5)]
-    advice = "all 5 trials diverged, including the start: start from lr at 1/4 of what it was, 0.0025 or lower"
+    advice = "all 5 trials diverged, including the start: start from lr at 0.0025 or lower, 1/4 of its old value"
     assert advice_when_all_diverged(gone, DIMENSIONS) == advice + " (1/2 diverged, too)"
     assert answer(gone, DIMENSIONS).advice == advice + " (1/2 diverged, too)"
     modules = tuple(Dimension(f"hyperparameters.modules.{name}.lr", 1.0, -3, 3) for name in ("embedding", "norm"))
     one = StudyTrial(0, "diverged", None, {}, None, None, octaves={d.path: 0.0 for d in modules}, tokens=5)
     advice = advice_when_all_diverged([one], modules)
-    assert "start from the learning rates at 1/2 of what they were or lower" in advice
+    assert "start from the learning rates at 1/2 of their old values or lower" in advice
     assert advice_when_all_diverged(gone, DIMENSIONS[2:]).endswith(ELSEWHERE)
-    assert advice_when_all_diverged(gone[:1], DIMENSIONS).startswith("the only trial diverged: start from lr at 1/2")
+    assert advice_when_all_diverged(gone[:1], DIMENSIONS).startswith("the only trial diverged: start from lr at 0.0")
     # Runs with a small eps diverged first.
     points = np.random.default_rng(0).normal(0, 1, (30, 4))
     fast = [trial(k, x, math.inf, tokens=10 if x[3] < -0.5 else 100) for k, x in enumerate(points)]
-    assert advice_when_all_diverged(fast, DIMENSIONS).endswith("; runs diverged soonest where eps was lowered")
+    assert advice_when_all_diverged(fast, DIMENSIONS).endswith("; runs diverged earliest where eps was lowered")
 
 
 def test_an_outlier_is_the_last_finalist() -> None:

@@ -201,13 +201,13 @@ FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
         ("sleep 60 {lr} {seed}", "timeout_seconds = 0.1\n", "took longer than timeout_seconds = 0.1"),
         ("kill -9 $$ {lr} {seed}", "", "was killed by signal 9"),
         (ROW, "loss = {jsonl = '{out}/a', key = 'los'}\n", "no loss: loss.key = 'los' is none of i, loss, n"),
-        (ROW, "loss = {jsonl = '{out}/a', key = 'n'}\n", "/out/a: the last n is null, which may be a NaN; let"),
+        (ROW, "loss = {jsonl = '{out}/a', key = 'n'}\n", "/out/a: the last n is null, which may mean NaN; change"),
         (
             ROW,
             "loss = {jsonl = '{out}/a', key = 'loss', step = 'it'}\n",
-            "/out/a: a line with loss has the step it = None, not a number; set loss.step to another key",
+            "/out/a: in a line with loss, the step (it) is None, not a valid number; set loss.step to another key",
         ),
-        (ROW, "loss = {jsonl = '{out}', key = 'l'}\n", "/out: Is a directory; correct this, or the path of"),
+        (ROW, "loss = {jsonl = '{out}', key = 'l'}\n", "/out: Is a directory; correct the path of"),
     ],
     ids=["crash", "no loss", "timeout", "signal", "key", "null", "step", "folder"],
 )
@@ -620,16 +620,16 @@ def test_every_worker_has_devices_of_its_own(
     for none in ("", "-1", "-1,0"):  # CUDA uses none of them, and not those after -1
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
         printed = tune("tiny.toml", "--study", "other", "--workers", "auto", code=2)
-        assert "and those here (0) are enough for 0; give fewer workers" in printed
+        assert "--workers auto: at most 0 can run (GPUs here: 0, GPUs per worker: " in printed
 
 
 @pytest.mark.parametrize(
     ("here", "devices", "workers", "error"),
     [
-        ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: each needs its own GPUs (2), and those here (8) are enough for 4"),
-        ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: each needs its own GPUs (1), and those here (8) are enough for 8"),
-        ("0", 2, "auto", "--workers auto: each needs its own GPUs (2), and those here (1) are enough for 0"),
-        ("", 2, 1, "--workers 1: each needs its own GPUs (2), and those here (0) are enough for 0"),
+        ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: at most 4 can run (GPUs here: 8, GPUs per worker: 2)"),
+        ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: at most 8 can run (GPUs here: 8, GPUs per worker: 1)"),
+        ("0", 2, "auto", "--workers auto: at most 0 can run (GPUs here: 1, GPUs per worker: 2)"),
+        ("", 2, 1, "--workers 1: at most 0 can run (GPUs here: 0, GPUs per worker: 2)"),
         ("0", 0, 1, "devices: input should be greater than 0"),
     ],
 )  # fmt: skip
@@ -686,7 +686,7 @@ BAD = {
     "several sources of a loss: pattern, jsonl; keep one": (
         RUN, "loss = {pattern = '{loss}', jsonl = 'a', key = 'b'}\n", ONE,
     ),
-    "no source of a loss; give one of pattern, jsonl, tensorboard, wandb": (RUN, "loss = {key = 'b'}\n", ONE),
+    "no source is given; give one of pattern, jsonl, tensorboard, wandb": (RUN, "loss = {key = 'b'}\n", ONE),
     "jsonl needs the name of the loss": (RUN, "loss.jsonl = 'b'\n", ONE),
     "the pattern has no {loss}": (RUN, "loss.pattern = 'loss ([0-9]+)'\n", ONE),
     "the pattern has {loss} twice": (RUN, "loss.pattern = 'a {loss}|b {loss}'\n", ONE),
@@ -697,7 +697,7 @@ BAD = {
     "gone: no such file": (RUN + " {config}", PATTERN + "config = 'gone'\n", ONE),
     "start = 2 is not between low = 0.01 and high = 1": (RUN, PATTERN, ONE.replace("0.1,", "2,")),
     "low must be above 0": (RUN, PATTERN, ONE.replace("0.01", "0")),
-    "start = 1 is a whole number, so all values must be; write start = 1.0": (
+    "start = 1 is a whole number, but low or high is not; write start = 1.0": (
         RUN, PATTERN, ONE.replace("0.1,", "1,"),
     ),
     "two choices are equal, or look alike in a command": (RUN, PATTERN, "[space]\nlr = {choices = [1, '1']}\n"),
@@ -735,7 +735,7 @@ def test_values_that_an_earlier_study_lacks_are_named(write: Write) -> None:
         space=SPACE.replace("weight_decay =", "decay ="),
         name="other.toml",
     )
-    assert "--from-study first: it did not search decay, so its trials count as if they had run at the start" in tune(
+    assert "--from-study first: it did not search decay, so its trials count as trials at the start value" in tune(
         other, "--study", "second", "--trials", 2, "--from-study", "first"
     )
     none = write(f"{BIGRAM} --lr={{rate}} --seed={{seed}}", space=ONE.replace("lr =", "rate ="), name="none.toml")
@@ -844,7 +844,7 @@ def test_a_last_loss_of_null_may_be_nan(tmp_path: Path, losses: list[float | Non
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps({"loss": loss}) + "\n" for loss in losses) + '{"done": true}\n')
     source = LossSource.model_validate({"jsonl": "x", "key": "loss"})
-    with refused("the last loss is null", "write NaN for NaN") if last is None else nullcontext():
+    with refused("the last loss is null", "writes a NaN loss as NaN") if last is None else nullcontext():
         assert read_losses(source, log, complete=True)[-1][1] == pytest.approx(last, nan_ok=True)
     read_losses(source, log, complete=False)  # more may follow
 
@@ -1084,10 +1084,10 @@ LARGE = b"1" + b"0" * 400  # beyond a float
         ("wandb", wandb_log(b"\x12\xff\xff\x7fx"), "the record cannot be read"),
         ("wandb", wandb_log(b"\x12\xff"), "the record cannot be read"),
         ("wandb", wandb_log(wandb_row(_step=b"1", loss=LARGE)), "loss is 10+, not a number"),
-        ("wandb", wandb_log(wandb_row(_step=LARGE, loss=b"3")), "the step _step = 10+, not a number; correct what"),
-        ("wandb", wandb_log(wandb_row(_step=b"NaN", loss=b"3")), "the step _step = nan, not a number"),
+        ("wandb", wandb_log(wandb_row(_step=LARGE, loss=b"3")), r"\(_step\) is 10+, not a valid number; correct"),
+        ("wandb", wandb_log(wandb_row(_step=b"NaN", loss=b"3")), r"the step \(_step\) is nan, not a valid number"),
         ("jsonl", b'{"loss": %s, "at": 1}\n' % LARGE, "loss is 10+, not a number"),
-        ("jsonl", b'{"loss": 3, "at": %s}\n' % LARGE, "the step at = 10+, not a number; set loss.step to another"),
+        ("jsonl", b'{"loss": 3, "at": %s}\n' % LARGE, r"the step \(at\) is 10+, not a valid number; set loss.step"),
         ("pattern", b"step %s loss 3\n" % (LARGE * 20), "has the step 10+, which is too large"),
     ],
     ids=["varint", "field", "cut", "loss", "step", "step nan", "loss of jsonl", "step of jsonl", "step in text"],
@@ -1220,7 +1220,7 @@ def test_a_study_runs_its_command_in_one_folder(write: Write, monkeypatch: pytes
     tune("tiny.toml", "--study", "my studies/a", "--trials", 1)
     monkeypatch.chdir("my studies/a")
     printed = tune("centre.toml", "--study", ".", "--trials", 2, code=2)
-    assert "--study . runs its command in another folder; type cd ../.. first" in printed
+    assert "--study . has run its command in another folder so far; type cd ../.. first" in printed
     page = study_page(read_study(Path())).replace("&#39;", "'")
     lines = page.partition("Type these commands inside the folder.")[2].partition("</code>")[0].partition("<code>")[2]
     change, again, best, report = lines.splitlines()
@@ -1415,7 +1415,7 @@ def test_two_curves_of_one_name_are_refused(write: Write) -> None:
     command = "cp -r curves/. {out}; : {lr} {seed}"
     study = ("--study", "study", "--trials", 1, "--noise", 0.01)
     printed = tune(write(command, 'loss = {tensorboard = "{out}", key = "loss"}\n', ONE), *study, code=2)
-    assert re.search(r"/out/train and .*/out/val have loss, but are not of one attempt after the other; let", printed)
+    assert re.search(r"/out/train and .*/out/val have loss, but are not successive attempts of one run; let", printed)
     assert "let the command use one fixed log folder under {out}, and set loss.tensorboard to it, or" in printed
     file = write(command, 'loss = {tensorboard = "{out}/val", key = "loss"}\n', ONE)
     tune(file, "--study", "other", *study[2:])
@@ -1444,7 +1444,7 @@ def test_folders_of_tensorboard_are_attempts_or_refused(
         (tmp_path / folder / "events.out.tfevents.1700000000.host.9.0").write_bytes(log)
     source = LossSource.model_validate({"tensorboard": "{out}", "key": "loss"})
     with (
-        refused("have loss, but are not of one attempt", "one fixed log folder under {out}")
+        refused("have loss, but are not successive attempts of one run", "one fixed log folder under {out}")
         if last is None
         else nullcontext()
     ):
@@ -1481,9 +1481,7 @@ def test_a_loss_only_among_the_results_of_hyperparameters_is_read(tmp_path: Path
             writer.add_hparams({"lr": 0.1}, {"loss": 0.0, "hparam/loss": loss})
             writer.add_scalar("other", 3.0, 1)
     assert read_losses(source, tmp_path / "results", complete=True) == ()
-    message = (
-        "reported no loss: loss is only a result of add_hparams, which counts only under a name that begins with"
-    )
+    message = "reported no loss: loss is only a result of add_hparams, which is read only if its name begins with"
     assert why_none(source, tmp_path / "results") == f"{message} hparam/"
     named = source.model_copy(update={"key": "hparam/loss"})
     assert read_losses(named, tmp_path / "results", complete=True) == ((0, 2.0),)

@@ -218,14 +218,14 @@ def test_zeros_and_multipliers_of_betas_are_compared_or_refused_in_one_line(fold
 
 def test_a_centre_with_which_the_study_did_not_begin_is_refused(folder: Path, tiny: Recipe) -> None:
     write_recipe(tiny.replace({LR: tiny.hyperparameters.lr / 8}), folder / "centre.toml")
-    with pytest.raises(InputError, match=r"lr is 0.00125 in its centre.toml, but the study began at 0.01; remove"):
+    with pytest.raises(InputError, match=r"lr is 0.00125 in centre.toml, but the study began at 0.01; remove"):
         earlier_trials(folder, space(tiny, LR))
 
 
 def test_another_vocabulary_than_the_earlier_study_had_is_a_warning(folder: Path, tiny: Recipe) -> None:
     assert unlike_earlier(folder, space(tiny, LR)) == []
     (warning,) = unlike_earlier(folder, space(tiny.replace({"data.source": "other.txt"}), LR))
-    assert f"its text is {tiny.data.source}, and that of this recipe is other.txt" in warning
+    assert f"the study's text ({tiny.data.source}) and this recipe's text (other.txt) differ in sources" in warning
     relative = tiny.replace({"data.source": os.path.relpath(str(tiny.data.source))})
     assert unlike_earlier(folder, space(relative, LR)) == []
     (warning,) = unlike_earlier(folder, space(tiny.replace({"schedule": {"decay": "constant"}}), LR))

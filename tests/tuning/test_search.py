@@ -145,7 +145,7 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
     assert objective.calls == 13
     assert found.trials[:7] == whole.trials[:7]
     with pytest.warns(
-        UserWarning, match="ran no trial, because the stored study leaven has all of its 20 trials; if"
+        UserWarning, match="ran no trial, because the stored study leaven already has all of its 20 trials; if"
     ):
         again = search(objective, SPACE, trials=20, seed=2, storage=storage)
     assert (again, objective.calls) == (found, 13)
@@ -819,7 +819,7 @@ def die(x: Proposal) -> float:
     ("objective", "options", "message"),
     [
         (diverge, {"trials": 12}, "^all 12 trials diverged, including the start: give a start at which .* finite$"),
-        (diverge, {"trials": 6, "space": {"lr": (-3, 3)}}, r"^all 6 .* start from lr at 1/[\d.]+ of what it was or"),
+        (diverge, {"trials": 6, "space": {"lr": (-3, 3)}}, r"^all 6 .* start from lr at 1/[\d.]+ of its old value"),
         (lambda x: Outcome(2.0, stopped=True), {"trials": 8}, "no trial finished: 8 were pruned, 0 diverged"),
         (die, {"trials": 3, "method": "random"}, "no trial ended: 3 died at every attempt"),
         (bowl, {"trials": 3, "stop": lambda: True}, "stopped before any trial ended"),

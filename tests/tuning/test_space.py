@@ -152,7 +152,7 @@ def test_values_of_0_are_left_out_of_a_set(tiny: Recipe) -> None:
 @pytest.mark.parametrize(
     ("changes", "path", "message"),
     [
-        ({}, "model.d_model", "not a value to search; the sets are global"),
+        ({}, "model.d_model", r"not a value to search; give a set \(global"),
         ({}, "per_module", "not a value to search; did you mean per-module"),
         ({}, "recipe", r"the recipe has no \[tuning\]"),
         ({}, "global, ,per-module", "an empty name; give global, global-full, per-module"),
@@ -169,7 +169,7 @@ def test_values_of_0_are_left_out_of_a_set(tiny: Recipe) -> None:
         ),
         ({}, "schedule.decay_ratio", 'decay = "cosine" has no cooldown; set schedule.decay = "wsd"'),
         ({"schedule.decay": "constant"}, "schedule.min_lr_ratio", 'decay = "constant" does not decay'),
-        ({}, "hyperparameters.muon.lr", "there is no Muon; set hyperparameters.optimizer"),
+        ({}, "hyperparameters.muon.lr", "the optimizer is not Muon; set hyperparameters.optimizer"),
         (MUON, "hyperparameters.muon.lr", "it equals hyperparameters.lr; set it in the recipe, or search"),
         (MUON, "hyperparameters.optimizer", "separately"),
         (MUON, "hyperparameters.modules.mlp.out.beta2", "Muon updates mlp.out, and has no beta2"),

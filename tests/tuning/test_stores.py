@@ -361,7 +361,7 @@ def test_a_lock_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     store, study = begun(str(path), patience_seconds=0.1)
     (tmp_path / "study.log.lock").symlink_to("nowhere")
     lock = (
-        "another program holds the lock .*study.log.lock, a link to a missing file; if .* has ended, remove the link"
+        "another program holds the lock .*study.log.lock, a symbolic link; if that program has ended, remove the link"
     )
     with pytest.raises(StoreGone, match=lock):
         store.create_new_trial(study)

@@ -101,7 +101,7 @@ def test_noise_that_hides_the_limit_is_undecided_and_so_is_a_short_single_curve(
     assert row.parts["deviation"] < LIMIT < row.parts["deviation, high"]  # type: ignore[operator]
     short = check([curve(1.5, steps=100)], [curve(1.0, steps=100)])
     assert short.rows[0].undecided
-    assert short.rows[0].note.startswith("undecided: no interval")
+    assert short.rows[0].note.startswith("undecided: too few points in a curve")
     assert short.rows[0].parts["deviation, low"] is None
     long = check([curve(1.5)], [curve(1.0)])
     assert long.passed
@@ -134,7 +134,7 @@ def test_a_loss_that_does_not_fall_fails() -> None:
     [
         ([[curve(1.0)]], None, "mine has curves of one size only"),
         ([[curve(1.0)], [curve(1.0)[:5]]], None, "a curve has 5 points; give curves with 8 points or more"),
-        ([[curve(1.0), curve(1.0, steps=320)], [curve(0.5)]], None, "curves of width 64 end at 320 and at 640;"),
+        ([[curve(1.0), curve(1.0, steps=320)], [curve(0.5)]], None, "width 64 have the lengths 320 and 640;"),
         ([[curve(1.0)], [curve(0.5)[200:]]], None, "a curve of width 128 starts at 201 and ends at 640, so"),
         ([[curve(1.0)], [[(at, loss - 10) for at, loss in curve(0.5)]]], None, "a final loss is -7.79"),
         ([[curve(1.0)], [[(at, 0.0) for at, _ in curve(0.5)]]], 0.0, "a final loss is 0; give losses in nats"),

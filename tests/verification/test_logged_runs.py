@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     ),
     "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a number from 1e-100 to"),
     "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
-    "twice": (changed(seed=1), "runs.csv: row 1; keep one of them, such as the last point of a curve, or name"),
+    "twice": (changed(seed=1), "runs.csv: row 1; keep one of the two, such as the last point of a curve, or name"),
     # A run with a loss above LARGEST_LOSS has diverged.
     **{
         f"all losses {bad}": (
@@ -331,7 +331,7 @@ def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
         curves_of(tmp_path)
     with events.open("a") as file:
         file.write('{"event": "stop", "why": "diverged"}\n')
-    with pytest.raises(InputError, match="64-0 diverged, so its curve is cut; move it to another folder"):
+    with pytest.raises(InputError, match="64-0 diverged, so its curve ends early; move the run to another folder"):
         curves_of(tmp_path)
 
 
@@ -390,8 +390,8 @@ def logged(steps: Iterable[int], **more: float | str) -> list[Row]:
 def test_points_of_loss_curves_are_no_seeds(tmp_path: Path) -> None:
     curves = without("seed")(logged(range(100, 1100, 100)))
     message = (
-        "row 1 and .*row 2 have width 64, lr 0.00195312, and step 100 and 200, as if they were points of one run; "
-        "keep only the last row of each run; if they are runs, add the column seed or name"
+        "row 1 and .*row 2 both have width 64, lr 0.00195312, but step 100 and 200, so they may be points of one "
+        "run; keep only the last row of each run; if they are runs, add the column seed or name"
     )
     for change in (
         lambda run: run,
@@ -404,13 +404,13 @@ def test_points_of_loss_curves_are_no_seeds(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=re.sub(" step 100", " .* 100", message)):
             transfer_of_runs(write(tmp_path / "runs.csv", map(change, curves)))
-    with pytest.raises(InputError, match="row 2 repeats the size, lr and seed of .*row 1; keep one of them, such as"):
+    with pytest.raises(InputError, match="row 2 repeats the size, lr and seed of .*row 1; keep one of the two"):
         transfer_of_runs(write(tmp_path / "runs.csv", [run | {"seed": 0} for run in curves]))
     late = [run for run in curves if float(run["step"]) > 250]  # all steps after a warm-up
     tokens = [{"tokens" if name == "step" else name: value for name, value in run.items()} for run in late]
     transfer_of_runs(write(tmp_path / "runs.csv", tokens))  # eight lengths
     tokens = [run | {"tokens": run["step"]} for run in without("seed")(logged(range(100, 2200, 100)))]
-    with pytest.raises(InputError, match="row 21: width 64, lr 0.00195312 has more than 20 values of tokens, as if"):
+    with pytest.raises(InputError, match="row 21: width 64, lr 0.00195312 has more than 20 values of tokens, so "):
         transfer_of_runs(write(tmp_path / "runs.csv", tokens))
 
 
@@ -510,7 +510,7 @@ def test_a_run_in_two_formats_is_one_seed(tmp_path: Path) -> None:
             (of / "a.tfevents").write_bytes(EVENT(9, float_val=[run["loss"]]))
     for folder in ("none", "seeds"):
         write(tmp_path / folder / "summary.csv", [run | {"seed": ""} for run in runs])
-        with pytest.raises(InputError, match=r" and .*both of width \d+, lr .*, as if they were one run; move one"):
+        with pytest.raises(InputError, match=r"both logs of width \d+, lr .*, so they may be one run; move one"):
             transfer_of_runs(tmp_path / folder)
     write(tmp_path / "seeds" / "summary.csv", [run | {"seed": 1, "loss": float(run["loss"]) + 0.001} for run in runs])
     assert transfer_of_runs(tmp_path / "seeds").settings["seeds"] == 2
@@ -521,7 +521,7 @@ def test_a_run_in_two_formats_is_one_seed(tmp_path: Path) -> None:
     shutil.copy(theirs, tmp_path / "curves" / "50m" / "wandb" / "run-x.wandb")
     with SummaryWriter(tmp_path / "curves" / "50m") as writer:
         writer.add_scalar("val/loss", 3.0, 10)
-    with pytest.raises(InputError, match=r"50m and .*\.wandb are both of 50m, as if they were one run; move"):
+    with pytest.raises(InputError, match=r"50m and .*\.wandb are both logs of 50m, so they may be one run; move"):
         curves_of(tmp_path / "curves", "val/loss")
 
 
@@ -544,8 +544,8 @@ def test_folders_of_one_run_in_tensorboard_are_no_seeds(tmp_path: Path) -> None:
         for number, kind in product((0, 1), ("run", "seed")):
             (of := tmp_path / kind / f"{kind}{number}" / name).mkdir(parents=True)
             (of / "a.tfevents").write_bytes(EVENT(9, float_val=[float(run["loss"]) + 0.002 * number]))
-    message = "train and .*/val are both of width 128, lr .*, as if they were one run; read one of them with --loss"
-    with pytest.raises(InputError, match=f"{message} val/loss, or if they are two"):
+    message = "train and .*/val are both logs of width 128, lr .*, so they may be one run; read one of them with"
+    with pytest.raises(InputError, match=f"{message} --loss val/loss, or if they are two"):
         transfer_of_runs(tmp_path / "keras")
     shutil.copytree(tmp_path / "keras", tmp_path / "seeded")
     for folder in [*(tmp_path / "seeded").iterdir()]:
@@ -561,7 +561,7 @@ def test_folders_of_one_run_in_tensorboard_are_no_seeds(tmp_path: Path) -> None:
     assert transfer_of_runs(tmp_path / "keras", loss="val/loss").rows == expected.rows
     assert transfer_of_runs(tmp_path / "seed").settings["seeds"] == 2
     with pytest.raises(
-        InputError, match="loss_val are both of .*; read one of them with --loss loss_val/loss, or if"
+        InputError, match="loss_val are both logs of .*; read one of them with --loss loss_val/loss, or if"
     ):
         transfer_of_runs(tmp_path / "pytorch")
     assert transfer_of_runs(tmp_path / "pytorch", loss="loss_val/loss").rows == expected.rows
@@ -569,7 +569,7 @@ def test_folders_of_one_run_in_tensorboard_are_no_seeds(tmp_path: Path) -> None:
         (of := tmp_path / "curves" / f"width{width}" / split).mkdir(parents=True)
         content = [EVENT(step, float_val=[loss + (split == "val")]) for step, loss in points(width)]
         (of / "a.tfevents").write_bytes(b"".join(content))
-    with pytest.raises(InputError, match="both of width 128, as if they were one run; read one of them"):
+    with pytest.raises(InputError, match="both logs of width 128, so they may be one run; read one of them"):
         curves_of(tmp_path / "curves")
     found = curves_of(tmp_path / "curves", loss="train/loss")
     assert {name: len(of) for name, of in found.items()} == {"width 64": 1, "width 128": 1}
@@ -640,7 +640,7 @@ def test_names_that_cannot_be_read_and_differ_are_refused(tmp_path: Path) -> Non
     for number, name in enumerate(("width1_{:03}-lr{}", "width{0}-lr{1}/{0}x{1}", "width{0}-lr{1}-2024-{1}")):
         folder = tensorboard_runs(tmp_path / f"b{number}", *(name.format(w, lr) for w, lr in values))
         with pytest.raises(
-            InputError, match="cannot be read; rename it to numbers .no logarithms. with their names, such"
+            InputError, match="cannot be read from .*; rename it to pairs of a name and a number .not its logarithm"
         ):
             transfer_of_runs(folder)
     folder = tensorboard_runs(tmp_path / "d", *(f"width{w}_lr{lr}_beta2_0.{lr}" for w, lr in values))
@@ -698,7 +698,7 @@ def test_a_run_of_leaven_whose_lines_were_changed_is_refused(tmp_path: Path, cha
 )
 def test_two_runs_in_one_curve_are_refused(steps: tuple[int, ...], row: str, tmp_path: Path) -> None:
     file = write(tmp_path / "runs.csv", [{"step": step, "loss": 3.0} for step in steps])
-    with pytest.raises(InputError, match=f"{row}, as if a second run began; write each run into a file of its own"):
+    with pytest.raises(InputError, match=f"{row}, so these may be two runs; write each run into a file of its own"):
         curves_of(file)
 
 
@@ -914,7 +914,7 @@ def test_a_run_whose_lr_a_rewind_changed_is_no_run_with_this_lr(tmp_path: Path, 
     rewind |= {"lr_tokens": 0, "attempt": 0, "found_step": 0, "asked": {}, "earlier_rewinds": []}
     written = events.read_text()
     events.write_text(json.dumps(rewind | {"changes": [change]}) + "\n" + written)
-    with pytest.raises(InputError, match=r"run was trained with hyperparameters.lr 0\.001 up to 77\..*; move it to"):
+    with pytest.raises(InputError, match=r"run was trained with hyperparameters.lr 0\.001 up to 77.*; move the run"):
         read(tmp_path)
     skip = {
         "changes": [],
@@ -923,9 +923,7 @@ def test_a_run_whose_lr_a_rewind_changed_is_no_run_with_this_lr(tmp_path: Path, 
         "asked": {"rewind_to": 77_824, "skip_tokens": 1_024},
     }
     events.write_text(json.dumps(rewind | skip) + "\n" + written)
-    with pytest.raises(
-        InputError, match=r"run was trained with 1\.02 k tokens of its text left out after 77\.8 k, bec"
-    ):
+    with pytest.raises(InputError, match=r"run skipped 1\.02 k tokens of its text after 77\.8 k tokens, bec"):
         read(tmp_path)
     events.write_text(json.dumps(rewind | {"changes": []}) + "\n" + written)
     assert curves_of(tmp_path)
@@ -990,7 +988,7 @@ def test_a_run_behind_a_link_is_read_once(tmp_path: Path) -> None:
 LOST: dict[str, tuple[Callable[[Path], object], str]] = {
     "folder": (
         lambda run: (shutil.rmtree(run), run.mkdir(), (run / ".lock").touch()),
-        "is empty; if a disk belongs there, mount it, or",
+        "is empty; if a disk belongs there, mount it; if not",
     ),
     "target of a link": (lambda run: shutil.rmtree(moved(run)), "is a link to .*away, which is missing .is its disk"),
     "recipe": (lambda run: (run / "recipe.toml").unlink(), "/recipe.toml: no such file"),
@@ -1111,7 +1109,7 @@ def test_hyperparameters_in_tensorboard_are_no_run(tmp_path: Path) -> None:
             tmp_path / "placeholder" / f"width{run['width']}-lr{run['lr']}-seed{run['seed']}"
         ) as writer:
             writer.add_hparams({"lr": run["lr"]}, {"loss": run["loss"]})
-    with refused("loss is only a result of add_hparams, which counts only under a name that begins with hparam/"):
+    with refused("loss is only a result of add_hparams, which is read only if its name begins with hparam/"):
         transfer_of_runs(tmp_path / "placeholder")
     # A run that has ended before its first loss is not left out.
     lost = tmp_path / "hp" / "width64-lr1-seed0"
@@ -1166,7 +1164,7 @@ def test_results_of_several_runs_in_one_folder_are_several_runs(tmp_path: Path) 
     name = f"width64-lr{runs[0]['lr']}-wd0.2-seed0"
     with SummaryWriter(tmp_path) as writer:
         writer.add_hparams({"wd": 0.2}, {"hparam/loss": 2.0}, run_name=name)
-    with pytest.raises(InputError, match=r"seed0 repeats the size, lr and seed of .*; keep one of them"):
+    with pytest.raises(InputError, match=r"seed0 repeats the size, lr and seed of .*; keep one of the two"):
         transfer_of_runs(tmp_path, loss="hparam/loss")
 
 
@@ -1294,7 +1292,7 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: tensorboard_record(b"x", size=10**18),
         r"\(a.tfevents is cut within the record at byte 0\) has no column loss",
     ),
-    "back": (lambda: EVENT(2) + EVENT(1), "step 1 comes after 2, as if a second run began"),
+    "back": (lambda: EVENT(2) + EVENT(1), "step 1 comes after 2, so these may be two runs"),
 }
 
 

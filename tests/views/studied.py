@@ -114,7 +114,7 @@ def durations(state: StudyDocument) -> StudyDocument:
 def all_diverged(state: StudyDocument) -> StudyDocument:
     lost = tuple(replace(t, state="diverged", loss=None, tokens=t.tokens // 3) for t in state.trials[:9])
     none = dict.fromkeys(("best", "noise_floor", "fewest", "fewest_octaves", "gain"))
-    advice = "all 9 trials diverged, including the start: start from lr at 1/4 of what it was, 0.001 or lower"
+    advice = "all 9 trials diverged, including the start: start from lr at 0.001 or lower, 1/4 of its old value"
     return replace(state, trials=lost, coordinates=(), idle=(), noise_runs=0, advice=advice, **none)
 
 

@@ -78,7 +78,7 @@ def test_runs_of_other_texts_or_unfinished_ones_get_a_warning(runs):
     _, compared = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
     unfinished, texts, seeds = compared.warnings
     assert "moved is not finished" in unfinished
-    assert "the texts differ" in texts
+    assert "the training texts differ" in texts
     assert "the seeds differ" in seeds
 
 
@@ -118,7 +118,7 @@ def test_text_that_a_rewind_left_out_is_named(runs):
     events.write_text(json.dumps(rewind) + "\n" + events.read_text())
     _, compared = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
     (warning,) = compared.warnings
-    assert warning.endswith("left out after 40 k, because of --skip-tokens")
+    assert warning.endswith("of its text after 40 k tokens, because of --skip-tokens")
 
 
 def test_another_text_under_the_same_path_gets_a_warning(runs):
@@ -126,7 +126,7 @@ def test_another_text_under_the_same_path_gets_a_warning(runs):
         events = runs / name / "events.jsonl"
         events.write_text(json.dumps({"event": "start", "text": name}) + "\n" + events.read_text())
     _, compared = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
-    assert any("the texts differ, although their paths are equal" in warning for warning in compared.warnings)
+    assert any("texts differ, although their paths are equal" in warning for warning in compared.warnings)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     (
         "proxy",
         ("study.json", "dimensions", 0, "centre", 0.5),
-        "in its centre.toml, but the study began at 0.5; remove",
+        "in centre.toml, but the study began at 0.5; remove",
     ),
     ("runs/copied", ("metrics.jsonl", '{"step": 0}'), "no steps yet"),
     ("proxy", ("study.json", "radius", 1e200), "radius: 1e+200 is too large or too close to 0"),

@@ -33,7 +33,7 @@ VOID = {"meta", "link", "br", "wbr", "input"}
 # A text at the top of each page, and the names of its charts.
 RUN = {"loss", "last", "lr", "batch", "gradient"}
 PAGES: dict[str, tuple[str, set[str]]] = {
-    "demo": ("end 0.610 nats below the same values copied", {"standard", "complete-d-p"}),
+    "demo": ("is 0.610 nats lower than with these values copied", {"standard", "complete-d-p"}),
     "run": ("Finished: after 4.93 M tokens, the validation loss is", RUN),
     "study": ("is the best of 64", {"search", "curves", "front"}),
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
@@ -150,15 +150,15 @@ def test_an_unfinished_demo_has_no_page(tmp_path):
 @pytest.mark.parametrize(
     ("gain", "noise", "says"),
     [
-        (0.5, 0.01, "end 0.610 nats below the same values copied (95% interval 0.585 to 0.635, 3 seeds)."),
-        (-0.5, 0.01, "end 0.390 nats ABOVE the same values copied"),
-        (0.0, 0.1, "end within noise of the same values copied: 0.200 nats below"),
+        (0.5, 0.01, "is 0.610 nats lower than with these values copied (95% interval 0.585 to 0.635, 3 seeds)."),
+        (-0.5, 0.01, "is 0.390 nats HIGHER than with these values copied"),
+        (0.0, 0.1, "is within noise of that with these values copied: 0.200 nats lower"),
     ],
 )
 def test_the_headline_says_what_was_found(gain, noise, says):
     result, drift = headline(demo(gain=gain, noise=noise))
-    assert result.startswith(f"At 2 times the width, the small model's values, moved by the rule, {says}")
-    assert "goes from 0.008 to 0.004 or less when copied, and stays at 0.008 when moved." in drift
+    assert result.startswith(f"At 2 times the width, the loss with the small model's values moved by the rule {says}")
+    assert "goes from 0.008 to 0.004 or less with copied values, and stays at 0.008 with moved values." in drift
 
 
 def test_missing_plotly_is_an_error(folders, monkeypatch):

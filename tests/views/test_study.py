@@ -52,7 +52,7 @@ def test_a_gain_is_compared_with_the_noise_and_with_how_well_it_is_known(state):
     state = replace(state, noise_floor=0.0031)
     assert points.result(replace(state, gain=0.003))[-1] == "the gain is not above the noise between seeds"
     assert points.result(replace(state, gain=0.0062, noise_runs=1))[-1] == (
-        "the gain is 2.0 times the noise between seeds, but only 1 repeat measured this noise"
+        "the gain is 2.0 times the noise between seeds (estimated from only 1 repeat)"
     )
     assert not any("noise" in line for line in points.result(studied.unjudged(state)))
 
@@ -135,7 +135,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (studied.all_diverged, "All 9 trials diverged, including the start: start from lr at 1/4 of what it was, 0."),
+        (studied.all_diverged, "All 9 trials diverged, including the start: start from lr at 0.001 or lower"),
         (studied.at_first, "The first trial has not completed yet; 6 values are searched"),
         (studied.bare, "is the best of 24"),
     ],

@@ -28,7 +28,7 @@ class Provenance(Part):
 
 
 class PublishedGroup(Provenance):
-    """A table of published values that all come from one source, except the fields in ``exceptions``."""
+    """A table of published values with their source. The fields in ``exceptions`` have other sources."""
 
     evidence: Evidence | None = None  # kind of the source
     exceptions: dict[str, Provenance] = Field(default_factory=dict)  # the source of each field with another source

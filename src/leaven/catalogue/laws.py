@@ -42,8 +42,10 @@ class Point(NamedTuple):
 
 
 class Power(Part):
-    """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit. :class:`Point`
-    explains N, D, C and L."""
+    """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit.
+
+    N, D, C and L are the parameters, tokens, FLOPs and loss of a :class:`Point`.
+    """
 
     coefficient: float
     params: float = 0.0  # exponent of N

@@ -1,7 +1,7 @@
 """Combine the values of a model's neighbours, the published runs nearest in size.
 
-Runs of a lineage copied one another's learning rate, so only one of them votes: the nearest among those that
-resemble the model most (:func:`nearest`).
+Runs of one lineage copied their learning rates from each other, so only one run of each lineage counts. It is the
+one that is most similar to the model, see :func:`nearest`. The value of a run is called its vote.
 """
 
 import math
@@ -23,13 +23,13 @@ from leaven.recipe.units import listed
 FACTOR = 4.0
 """A run is near if its size is within this factor of the model's. Other runs say little about lr and batch."""
 NEAREST = 3
-"""At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
+"""At least this many runs of different lineages vote, even if fewer are near. So no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` runs are near, weights fall to nearly 0 at this factor beyond the farthest run that
-votes."""
+"""If fewer than `NEAREST` runs are near, the weight of a vote reaches nearly 0 at this factor times the size ratio of
+the farthest run."""
 ALIKE = 2.0
-"""A mixture of experts votes on shared experts and dense layers only if it is similar to the model. Its number of
-active experts, and (all experts) / (active experts), must be within this factor of the model's."""
+"""A published mixture of experts votes on shared experts and dense layers only if it is similar to the model: its
+number of active experts, and its (all experts) / (active experts), must be within this factor of the model's."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
@@ -134,9 +134,9 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the most frequent value in ``by`` together with ``by``, or None if ``by`` is empty.
+    """Return the values ``by`` and the most frequent of them, or None if ``by`` is empty.
 
-    ``by`` maps each run or law to its value. Of equally frequent values, the first is returned.
+    ``by`` maps each run or law to its value. If several values are equally frequent, the first is chosen.
     """
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
@@ -171,7 +171,7 @@ class Neighbours:
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
-        """Return the runs within `FACTOR` of the model's size, in the order of ``ranked``."""
+        """Return the runs of ``ranked`` whose size is within a factor of `FACTOR` of the model's size."""
         return tuple(run for run in self.ranked if size_ratio(run, self.params) <= FACTOR)
 
     @cached_property
@@ -266,7 +266,8 @@ def neighbours(
     reference: PublishedRun | None = None,
     experts: bool = False,
 ) -> Neighbours:
-    """Return the neighbours of a model: of each lineage, the most similar run with an lr comparable to AdamW's.
+    """Return the neighbours of a model: the most similar run of each lineage. Only runs whose lr is comparable to
+    AdamW's are used.
 
     Runs whose size is within the factor `FACTOR` of the model's come before all others. Both groups are in the order
     of :func:`nearest`.
@@ -274,7 +275,7 @@ def neighbours(
     Args:
         params: number of parameters that a token uses.
         qk_norm: whether the model has QK-norm; None ignores QK-norm.
-        reference: the run given with ``--from``. It alone decides the values that it publishes.
+        reference: the run given with ``--from``. Other runs count only for values that it does not publish.
         experts: whether the model is a mixture of experts. If so, dense runs are neighbours, too.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")

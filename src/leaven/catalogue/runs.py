@@ -46,7 +46,8 @@ def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 class Stack(NamedTuple):
-    """Norm placement, QK-norm and optimizer. In a run, None means unknown; in a request, any value."""
+    """Norm placement, QK-norm and optimizer. None means unknown in the stack of a run, and any value in a wanted
+    stack."""
 
     norm_placement: NormPlacement | None = None
     qk_norm: bool | None = None
@@ -236,7 +237,7 @@ class PublishedRun(Part):
 
     @property
     def cooldown_share(self) -> float | None:
-        """Return the share of the run that the final cooldown took; None for schedules other than wsd."""
+        """Return the share of the run that the final cooldown took; None if unknown or the schedule is not wsd."""
         schedule = self.schedule
         if schedule is None or schedule.shape != "wsd":
             return None

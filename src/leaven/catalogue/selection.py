@@ -106,7 +106,7 @@ def _wanted(condition: Condition, values: Sequence[Any]) -> Any:
 
 
 def values(run: PublishedRun) -> dict[str, Any]:
-    """Return all values of a run that conditions can name, by path."""
+    """Return a run's values by the dotted paths that conditions use, such as ``schedule.shape``."""
     own = {name: getattr(run, name) for name in _PROPERTIES}
     return run.flat() | {name: value for name, value in own.items() if value is not None}
 

@@ -87,7 +87,8 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 TERMS: dict[str, list[str]] = _DATA["published"]
-"""For each comparable path of a recipe: the paths of a run that state the same value. The first is read."""
+"""The paths of a published run at which it states a value, by the path of this value in a recipe. :func:`term` reads
+the first, unless the value must be computed."""
 
 
 def read(source: Any, path: str) -> Any:
@@ -104,8 +105,8 @@ def diff_in_terms(
 ) -> list[RecipeDifference]:
     """Return the values in which two runs or recipes differ. An unknown value is None.
 
-    Published runs state values after scaling. So ``resolved`` returns, for a recipe, its values after the scaling
-    rule, by path. They replace the recipe's own.
+    ``resolved`` returns a recipe's values after the scaling rule, by path. They replace the recipe's own values,
+    because published runs also state values after scaling.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]

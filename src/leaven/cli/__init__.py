@@ -41,18 +41,18 @@ VERBS = {
     "bench": "Measure tokens/s, MFU and memory at several batch sizes. Propose the first batch size of a ramp.",
     "report": "Write a self-contained HTML page about a run, study, check or demo, or a comparison of runs.",
     "serve": "Show runs, studies and checks live in a browser, together with a planner and the published runs.",
-    "demo": "Show in minutes whether the best learning rate of a small model suits wider models, copied or scaled.",
+    "demo": "Show in minutes whether the best learning rate of a small model, copied or scaled, suits wider models.",
 }
 
 
 class Verbs(TyperGroup):
-    """The ``leaven`` command, which imports the file of a verb only when the verb is called."""
+    """The ``leaven`` command. It imports the file of a subcommand only when the user types that subcommand."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         options = [option for option, text in pairwise(args) if option.startswith("-") and not text]
         options += [text for text in args if re.fullmatch("--[a-z-]+=", text)]
         if options:
-            raise InputError(f"nothing stands after {options[0]}; is a variable of the shell empty?")
+            raise InputError(f"{options[0]} has an empty value; is a shell variable empty?")
         name, _, rest = super().resolve_command(ctx, args)
         return name, command_of(str(name)), rest
 
@@ -75,7 +75,7 @@ def command_of(verb: str) -> Any:
 app = typer.Typer(
     cls=Verbs,
     name="leaven",
-    help="Tune a small model, and train the big one with its values.",
+    help="Tune a small model, and train the big one with the tuned values.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -106,7 +106,7 @@ _ADVICE = {
     ),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP), "check this path"),
     errno.ENAMETOOLONG: "use a shorter path",
-    errno.ENOLCK: "mount this disk with locks, or use another one",
+    errno.ENOLCK: "mount this disk with file locks, or use another disk",
 }
 
 

@@ -114,5 +114,5 @@ def bench(
         )
     if not document.rows:
         raise InputError(
-            "every micro-batch is larger than the global batch or does not fit in memory; type --micro-batch 1"
+            "all tried micro-batches are larger than the global batch or do not fit in memory; type --micro-batch 1"
         )

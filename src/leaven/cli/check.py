@@ -59,7 +59,7 @@ LrsOption = Annotated[
     Any,
     list_option(
         number_above_0,
-        "Learning rates to try at the base size, separated by commas. With module:factory, multiples of its own lr.",
+        "Learning rates to try at the base size, separated by commas. For module:factory, factors on the model's lr.",
         "1/4 to 4 times the recipe's",
     ),
 ]
@@ -78,8 +78,8 @@ def coordinates(
     steps: Annotated[
         int,
         option(
-            "Number of training steps on the same batch. With more than 3, the limits on changes of activations "
-            "with width and depth are a little wider.",
+            "Number of training steps on the same batch. With more than 3 steps, activations may depend a little "
+            "more on width and depth.",
             min=1,
         ),
     ] = 3,
@@ -137,7 +137,10 @@ def memory(
     ranks: Annotated[
         list[int] | None,
         option(
-            "Check this rank. Repeatable.", "one rank each of the first, second and last stage", names="--rank", min=0
+            "Check this rank. Repeatable.",
+            "one rank in each of the first, second and last stage",
+            names="--rank",
+            min=0,
         ),
     ] = None,
     all_stages: Annotated[bool, option("Check one rank of every pipeline stage.", names="--all-stages")] = False,
@@ -246,7 +249,8 @@ def duration(
         option("Write a copy of the recipe with the measured token_exponent to this file.", metavar="OUT.toml"),
     ] = None,
 ) -> None:
-    """Check that the best lr changes with the run length as the rule says, and measure the rule's token_exponent."""
+    """Check that the best lr changes with the run length as the scaling rule says. Measure the rule's
+    token_exponent."""
     from leaven.data.tokens import prepare
     from leaven.verification.duration import duration, measured_exponent
 
@@ -268,7 +272,7 @@ def duration(
         tokens = prepare(recipe.data, recipe.model.vocab_size)  # again, from the cache
         epochs = max(tokens.epochs(round(recipe.data.tokens * max(durations))).values())
         if epochs > 1:
-            warn([f"the longest runs read text {epochs:.2g} times, so their loss is not that of new text"])
+            warn([f"the longest runs read text {epochs:.2g} times, so their loss differs from a loss on new text"])
     document = options.train(lambda store: duration(family, size, durations, lrs, store, seeds=options.seeds))
     measured, more = measured_exponent(document, options.run), []
     if write is not None and measured is not None and isinstance(recipe, Recipe):
@@ -297,7 +301,7 @@ def duration(
 def batch(
     options: RunOptions, batches: BatchesOption = "0.5,1,2,4", scale: ScaleOption = None, lrs: LrsOption = None
 ) -> None:
-    """Check that, at equal tokens, the best lr changes with the batch size as the rule says."""
+    """Check that the best lr changes with the batch size as the scaling rule says, at equal tokens."""
     family, size = options.models(scale)
     options.sweep("batch", family, "lr", lrs, [replace(size, batch=ratio) for ratio in (1.0, *batches)])
 

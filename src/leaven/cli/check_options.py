@@ -46,8 +46,8 @@ SubjectArgument = Annotated[
 SourceOption = Annotated[
     str | None,
     option(
-        "With module:factory, the text to train on: a file, a glob or hf://..., as for data.source in a recipe. "
-        "The word made-up gives synthetic text.",
+        "With module:factory, the text to train on: a file, a glob or hf://..., as for data.source in a recipe; "
+        "or made-up, for synthetic text.",
         "python-stdlib",
         metavar="TEXT",
     ),

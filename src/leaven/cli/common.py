@@ -133,7 +133,10 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed ``option`` and any option in ``others``, such as ``"params tokens"``."""
+    """Raise InputError if the user typed an option in ``others``, such as ``"params tokens"``.
+
+    Call this if ``option`` is given. The message says that the two cannot be combined.
+    """
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -238,8 +241,8 @@ def exit_interrupted(message: str) -> NoReturn:
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
     """Tokenise a text, and return the tokens. Show a progress bar, and print notes.
 
-    ``start`` is a folder with weights. Notes warn if its tokenizer or its end of text is not that of the text, or if
-    tensors in it are zeros, as after an interrupted copy.
+    ``start`` is a folder with weights. Print a caution if the text was made with another tokenizer or end-of-text
+    token than these weights, or if some of the weights are zeros, as after an interrupted copy.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen

@@ -138,7 +138,7 @@ def new(
         raise InputError("no size is given; type --params COUNT --tokens COUNT, --time TIME or --from-weights DIR")
     if tokens is None:
         used = used_params(params, mixture)
-        raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * used}")
+        raise InputError(f"--tokens is missing; type --tokens {20 * used} for 20 tokens per parameter")
     request = StarterRequest(
         name,
         params,

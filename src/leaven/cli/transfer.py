@@ -99,7 +99,7 @@ def transfer(
     if like is not None:
         found = [*untuned(small), *replaced(before, small, big), *unlike_training(small, big), *found]
     if edited(recipe):
-        warn([f"{recipe} was edited after leaven tune wrote it, so [why] may not fit its values"])
+        warn([f"{recipe} was edited after leaven tune wrote it, so the reasons in [why] may not fit the values"])
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
     warn(each.message for each in found)

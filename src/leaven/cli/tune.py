@@ -93,11 +93,11 @@ def tune(
         parsed_option(
             _workers,
             "COUNT|auto",
-            "Number of workers, each of which runs one trial at a time. For a recipe, a worker is a process with one "
-            "thread and, on a machine with GPUs, its own GPU. auto: one worker for each GPU of this machine. leaven "
-            "sets CUDA_VISIBLE_DEVICES to the worker's GPU. With auto, a worker trains several trials at once, as "
-            "with --stack, if that was measured to be faster.",
-            "one per core, or 1 on a GPU or for a command",
+            "Number of workers. A worker runs one trial at a time, or several with --stack. For a recipe, a worker "
+            "is a process with one thread and, on a machine with GPUs, its own GPU. auto: one worker for each GPU of "
+            "this machine; for a recipe, leaven then also chooses --stack. leaven sets CUDA_VISIBLE_DEVICES to the "
+            "worker's GPU.",
+            "1 on a GPU and for a command, otherwise one per core",
         ),
     ] = None,
     stack: Annotated[
@@ -229,7 +229,7 @@ def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
         return study, out or Path("studies", name)
     if out is not None:
         raise InputError(
-            "--out is only for a --study that is a URL; leave --out out: the results go into the folder of --study"
+            "--out is only for a --study that is a URL; remove --out: the results go into the folder of --study"
         )
     return None, Path(study)
 
@@ -237,7 +237,10 @@ def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
 def _command(
     context: typer.Context, path: Path, command: str | None, loss: str | None, overrides: list[str] | None
 ) -> "tuple[Command | None, CommandSpace | None]":
-    """Return the user's training command and the search space of a command file. Either may be None."""
+    """Return the user's training command, and its search space if ``path`` is a command file.
+
+    The command is None if leaven's own trainer is used.
+    """
     from leaven.recipe.files import validated
     from leaven.tuning.command import Command, command_space, is_command_file
 

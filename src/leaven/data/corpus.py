@@ -1,8 +1,9 @@
 """Read the text of a recipe's sources document by document, and split the documents into training and validation.
 
 A document's key is the path of its file within the source and the line or row, such as ``b/c.jsonl:7``. A hash of the
-key decides the split, so documents usually keep it when files are added. A part of a source is one file, or one split
-of a Hugging Face data set. The survey of a part has the counts and hashes of its documents.
+key decides whether the document is for training or validation. This usually does not change when files are added. A
+part of a source is one file, or one split of a Hugging Face data set. The survey of a part has the counts and hashes
+of its documents.
 """
 
 import json

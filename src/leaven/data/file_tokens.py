@@ -53,7 +53,8 @@ class BlockChecksums:
 
 
 def checksums_fit(checksums: Any, n_bytes: int) -> bool:
-    """Return whether ``checksums`` has eight hexadecimal digits for each block of ``n_bytes`` bytes."""
+    """Return whether ``checksums`` has the form of checksums of ``n_bytes`` bytes: eight hexadecimal digits for each
+    block."""
     right = isinstance(checksums, str) and len(checksums) == checksums_size(n_bytes)
     return right and set(checksums) <= set("0123456789abcdef")
 
@@ -64,7 +65,7 @@ def checksums_size(n_bytes: int) -> int:
 
 
 class CheckedTokens:
-    """``count`` token ids. Reading them verifies their checksums. Index them with slices of step 1."""
+    """Base class of token ids in files. Reading a slice verifies its checksums. Slices must have step 1."""
 
     def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count

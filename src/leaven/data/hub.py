@@ -181,8 +181,10 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
 
 
 def _data_files(builder: Any, split: str = "all") -> list[str]:
-    """Return the paths of the data files of all splits, of one split, or of several, such as "train[:50%]+test".
-    Return [] for a folder written by save_to_disk, which has no ``builder`` (None)."""
+    """Return the paths of the data files of ``split``, which may name several splits: "train[:50%]+test".
+
+    Return [] if ``builder`` is None, as for a folder written by save_to_disk.
+    """
     chosen = {} if builder is None else builder.config.data_files or {}
     names = [part.partition("[")[0] for part in split.split("+")]
     return [file for name, files in chosen.items() if str(name) in names or "all" in names for file in files]
@@ -191,7 +193,7 @@ def _data_files(builder: Any, split: str = "all") -> list[str]:
 def _require_whole_streams(source: str, files: Sequence[str]) -> None:
     """Raise InputError if an Arrow file has bytes after the end of its stream. Readers ignore these bytes.
 
-    An interrupted copy may have them: it contains zeros, which readers take for the end of the stream.
+    An interrupted copy may contain zeros, which readers take for the end of the stream.
     """
     import pyarrow
 
@@ -214,9 +216,9 @@ def _require_whole_streams(source: str, files: Sequence[str]) -> None:
 
 
 def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
-    """Yield a note if ``datasets`` does not read some data files of a folder, or a link in it to another folder.
+    """Yield a note if a folder has data files, or links to other folders, that ``datasets`` does not read.
 
-    There is no note if the README.md of the folder chooses the files.
+    There is no note if the folder's README.md chooses the files.
     """
     if len(builder.builder_configs) > 1 or any(isinstance(split, str) for split in builder.config.data_files or {}):
         return

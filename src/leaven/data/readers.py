@@ -46,12 +46,11 @@ def file_stamp(path: Path) -> FileStamp | None:
 
 
 def missing_shards(source: str, files: Iterable[Path], pattern: str = "*") -> Iterator[str]:
-    """Yield a note if files are missing, according to names such as train-00002-of-00003.parquet.
+    """Yield a note if names such as train-00002-of-00003.parquet show that files are missing.
 
-    Names that differ only in the number (and in the hash after it) are one set, also in several folders. But if two
-    folders have the same number, each folder has a set of its own. Numbers begin at 0, or at 1 if the file with the
-    last number exists. A file is not missing if ``pattern`` does not match its name, or if it exists but is none of
-    ``files``, because a user may want only some of the files.
+    Files whose names differ only in the number (and in the hash after it) are one set, also across folders. But if
+    two folders have the same number, each folder has a set of its own. Numbers begin at 0, or at 1 if there is a file
+    00003-of-00003. A file counts as missing only if it does not exist and ``pattern`` matches its name.
     """
     sets: dict[tuple[str, str, str, str], dict[Path, set[int]]] = {}
     for path in files:
@@ -75,8 +74,8 @@ def missing_shards(source: str, files: Iterable[Path], pattern: str = "*") -> It
                     break
     if missing:
         yield (
-            f"data.source {source!r}: by the names of the others, files are missing, such as {missing[0]}; if a "
-            "download was interrupted, repeat it, or name only the files that you want, such as train-0000[0-2]-*"
+            f"data.source {source!r}: the names of the files show that some are missing, such as {missing[0]}; if a "
+            "download was interrupted, repeat it; to use only some files, name them, such as train-0000[0-2]-*"
         )
 
 
@@ -158,7 +157,7 @@ def _open_lines(path: Path) -> Any:
     if path.suffix not in COMPRESSIONS:
         return path.open("rb")
     if not path.stat().st_size:  # pyarrow reads it as an empty text, without an error
-        raise ValueError("it has 0 bytes, which no compressed file has")
+        raise ValueError("it has 0 bytes, so it is not a compressed file")
     # gzip.open would skip NUL bytes between the members of a file, which a crash or an unfinished download leaves.
     # pyarrow gets an open file, because it opens no path that is not UTF-8.
     stream = _pyarrow(path).input_stream(path.open("rb"), compression=COMPRESSIONS[path.suffix])

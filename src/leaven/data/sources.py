@@ -31,8 +31,8 @@ _KEYS_OF_LEAVEN = {
 OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # system folders of a disk
 
 SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
-"""Shakespeare's plays in 133 documents, 1.1 MB in the public domain. The selection is that of "tinyshakespeare"
-(Karpathy 2015, github.com/karpathy/char-rnn)."""
+"""The plays of Shakespeare in "tinyshakespeare" (Karpathy 2015, github.com/karpathy/char-rnn): 133 documents, 1.1 MB,
+in the public domain."""
 
 BYTES_PER_TOKEN = {256: 1.0, 512: 1.95, 1024: 2.5, 2048: 3.0, 4096: 3.5, 8192: 3.8, 16384: 4.0, 32768: 4.1}
 """Typical number of bytes of a token, by vocabulary size: medians of BPEs trained on Python's standard library,
@@ -71,7 +71,7 @@ class _NotRead(NamedTuple):
             yield f"data.source {source!r}: {what}; if a disk belongs there, mount it"
         if self.other:
             first, count = min(self.other), len(self.other)
-            what = f"{first} is not a file" if count == 1 else f"{count:,} paths are not files, such as {first}"
+            what = f"{first} is not a file" if count == 1 else f"{count:,} paths, such as {first}, are not files"
             yield (
                 f"data.source {source!r}: {what}, and the pattern does not read them; to read the files in a folder, "
                 f"give a pattern such as '{first}/*.*'"
@@ -91,7 +91,7 @@ def source_parts(source: DataSource) -> SourceParts:
 
     Raises:
         InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
-            token ids. With ``validation`` set, also if the source or the validation is text.
+            token ids; or if ``validation`` is set, and the source or the validation is text.
     """
     found = _parts(source)
     if source.validation is None:
@@ -120,7 +120,7 @@ def _parts(source: DataSource) -> SourceParts:
         if without and any(file.index for file in ids):
             raise InputError(
                 f"data.source {source.source!r}: {without[0]} has no .idx of Megatron-LM, unlike other files; bring "
-                "it back, or make two sources of files with and without it"
+                "the .idx back, or make two sources: one of the files with .idx, and one of the others"
             )
         return SourceParts(ids=ids, notes=notes)
     return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found), notes=notes)
@@ -141,11 +141,11 @@ def uses(parts: SourceParts) -> Iterator[tuple[TextPart | TokenPart, str]]:
 
 
 def refuse_repeated_files(sources: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if a file is found twice, for example through a link, by one source or by two.
+    """Raise InputError if one source or two sources find the same file twice, for example through a symbolic link.
 
     A document could otherwise be used for both training and validation. Two sources may share a file of token ids if
-    both have the same use for it, such as validation. Hard links are different files, because some tools use them for
-    different documents with equal content.
+    both have the same use for it, such as validation. Hard links count as different files, because some tools use
+    them for different documents with equal content.
     """
     found: dict[Path, tuple[Path, str, str]] = {}  # path, source and use of each file
     for source, parts in sources.items():
@@ -157,15 +157,17 @@ def refuse_repeated_files(sources: Mapping[str, SourceParts]) -> None:
             other, by, use_there = found.setdefault(real, (part.path, source, use))
             if real in own or (by != source and (parts.texts or use != use_there)):
                 what = (
-                    f"{other} is found twice" if part.path == other else f"{other} and {part.path} are the same file"
+                    f"{other} is found twice"
+                    if part.path == other
+                    else f"{other} and {part.path} are the same file, found twice"
                 )
                 who = dict.fromkeys(
                     f"{'validation of' if use == _VALIDATION else 'data.source'} {source!r}"
                     for source, use in ((by, use_there), (source, use))
                 )
                 message = (
-                    f"{what}, by {' and '.join(who)}; change the patterns so that each file is found once, for "
-                    "example v1/*.jsonl instead of */*.jsonl if the folder latest is a link to v1"
+                    f"{what}, by {' and '.join(who)}; change the patterns so that each file is found once. For "
+                    "example, if the folder latest is a link to v1, write v1/*.jsonl instead of */*.jsonl"
                 )
                 raise InputError(message.encode(errors="replace").decode())
             own.add(real)
@@ -178,7 +180,7 @@ class TextSize(NamedTuple):
     ids: int = 0
 
     def tokens(self, vocab_size: int) -> int:
-        """Return the number of tokens, for text an estimate with a typical vocabulary of this size."""
+        """Return the number of tokens. For text, estimate it for a typical vocabulary of this size."""
         return max(round(self.size / bytes_per_token(vocab_size)), 1) if self.size else self.ids
 
 
@@ -243,8 +245,8 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
         if part := next((part for part in pattern if "**" in part and part != "**"), None):
             inside = f"**/{re.sub('[*]+', '*', part)}"
             raise InputError(
-                f"data.source {source!r}: {part} finds no files in inner folders; write {inside} to find them, or "
-                f"{inside[3:]} without them"
+                f"data.source {source!r}: {part} finds no files in subfolders; write {inside} to include "
+                f"subfolders, or {inside[3:]} to leave them out"
             )
         try:
             paths = set(_matches(root, pattern, not_read)) if pattern and root.is_dir() else set[Path]()
@@ -257,8 +259,8 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
     if not found and not_read.other:
         first = min(not_read.other)
         raise InputError(
-            f"data.source {source!r} matches no file, but {first}; to read the files in a folder, give a pattern "
-            f"such as '{first}/*.*'"
+            f"data.source {source!r} matches {first}, which is not a file; to read the files in a folder, give a "
+            f"pattern such as '{first}/*.*'"
         )
     if not found:
         raise InputError(
@@ -284,8 +286,8 @@ def _matches(
     Unlike glob, raise OSError if a folder cannot be read, and InputError if a link has no target.
 
     Args:
-        not_read: receives empty folders, and folders and pipes that match. Folders below a last "**" do not match,
-            because the files in them do.
+        not_read: receives empty folders, and pipes that match. It also receives folders that match, but only if
+            the pattern has no "**".
         above: folders that "**" has entered. They are not entered again, so a link to a parent folder does no harm.
     """
     name, rest = pattern[0], pattern[1:]

@@ -91,10 +91,10 @@ def _period(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the source of each sample in a period, its index in this source, and the samples per source.
 
-    The order follows Tijdeman 1980, "The chairman assignment problem". The lag of a source is the number of samples
-    that its share would give it so far, minus the number that it has. For k sources, let e = 1/(2k - 2). A source is
-    a candidate for the next sample if its lag would be at least e without this sample. The order takes the candidate
-    whose lag would be the first to reach 1 - e. So every lag stays between -(1 - e) and 1 - e.
+    The order of the sources repeats after each period. It follows Tijdeman 1980, "The chairman assignment problem":
+    for k sources and e = 1/(2k - 2), the number of samples from a source is always within 1 - e of its share of all
+    samples so far. The next sample comes from a source that would otherwise be at least e samples below its share. Of
+    these sources, the order takes the one that would be the first to be 1 - e samples below its share.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]

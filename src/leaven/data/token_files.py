@@ -29,7 +29,7 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 
 LLM_C_FORMATS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""Version and dtype of llm.c's files of tokens (of GPT-2 and of Llama 3), by magic number."""
+"""Version and dtype of llm.c's token files, by magic number. The first is for GPT-2, the second for Llama 3."""
 _LLM_C_HEADER = 256 * 4  # bytes
 _DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
 
@@ -117,7 +117,8 @@ class TokenFile:
         dtype = np.dtype(self.dtype or "uint16").newbyteorder("<")
         if size % dtype.itemsize:
             raise BrokenFile(
-                f"has {size:,} bytes, not a whole number of {dtype.name} ids; copy it again, or give its own dtype"
+                f"has {size:,} bytes, not a whole number of {dtype.name} ids; copy it again, or set dtype to that of "
+                "the ids"
             )
         ids = _tokens(self.path, dtype)
         # If 32-bit ids are read as 16-bit numbers, every second number is 0; for 64-bit ids, three of four are 0.
@@ -135,7 +136,7 @@ class TokenFile:
     def _numpy(self) -> MappedTokens:
         with self.path.open("rb") as file:
             if file.read(6) != b"\x93NUMPY":
-                raise BrokenFile("is not a numpy file; if it has nothing but token ids, rename it to .bin")
+                raise BrokenFile("is not a numpy file; if it contains only token ids, rename it to .bin")
         try:
             ids: np.memmap[Any, Any] = np.load(self.path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OverflowError, TokenError) as error:  # of a damaged header

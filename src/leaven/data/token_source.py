@@ -24,7 +24,7 @@ from leaven.errors import InputError
 from leaven.recipe.data import DataSource
 
 FORMAT = 1
-"""Version of the fingerprints and the cached surveys."""
+"""Version of the fingerprints and of the cached :class:`TokenSurvey` objects."""
 
 STRETCHES = 64
 STRETCH_TOKENS = 2**20
@@ -32,8 +32,8 @@ STRETCH_TOKENS = 2**20
 out. So validation covers the whole file, even if the file is sorted."""
 
 LONGEST_END = 2**10
-"""If more than this many ids at the end of a file are equal, a note says so. They may come from a program that was
-stopped while it filled a file. The file is not refused, because they may also be padding."""
+"""A note reports files that end with more than this many equal ids (other than end-of-text). Perhaps the program that
+wrote the file was stopped early. The ids may also be padding, so the file is not refused."""
 
 _BLOCK = 2**20  # ids that are read at once
 
@@ -82,7 +82,7 @@ def refuse_two_uses(used: Iterable[tuple[str, str, str]]) -> None:
         if use != before:
             raise InputError(
                 f"{other} ({before}) and {name} ({use}) have the same token ids, and leaven would validate "
-                "on tokens that it trains on; give other files, or the same validation in both sources"
+                "on tokens that it trains on; give other files, or set the same validation in both sources"
             )
 
 
@@ -170,11 +170,11 @@ class TokenReader:
             wrong = survey.lowest if survey.lowest < 0 else survey.highest
             if not 0 <= wrong < self.vocab_size:
                 suggestion = (
-                    "set vocab_size in [model], and data.tokenizer if there is one, to those with which the file was "
-                    "written"
+                    "set vocab_size in [model], and data.tokenizer if you use it, to the values with which the file "
+                    "was written"
                 )
                 if source.dtype:
-                    suggestion += f", or dtype, now {source.dtype}, to that of the file"
+                    suggestion += f", or set dtype, now {source.dtype}, to the dtype of the file"
                 if wrong < 0:
                     suggestion = "give inputs, not labels or padding"
                 raise InputError(
@@ -191,12 +191,12 @@ class TokenReader:
             having = some if ends else "documents have no end-of-text token"
             notes.append(f"{name}: {having}; {end_of_text:,} is added after each")
         elif 0 < ends < documents:
-            notes.append(f"{name}: {some}, {end_of_text:,}; none is added, so some documents do not end with one")
+            notes.append(f"{name}: {some} (id {end_of_text:,}); none is added, so some documents end without one")
         elif adds and self.needs_ends:
             raise InputError(
-                f"{name!r} does not contain the end-of-text token {end_of_text:,}, which would show where documents "
-                "end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text and use "
-                "packed documents"
+                f"{name!r} does not contain the end-of-text token {end_of_text:,}, so leaven cannot find the ends of "
+                "its documents; set end_of_text in [data] to the id that ends them, or remove end_of_text and set "
+                'documents = "packed"'
             )
         notes += _same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text)
         for ids, survey in zip(mapped.values(), surveys, strict=True):
@@ -285,8 +285,8 @@ def _same_at_the_end(
     line = (
         f"{source}: {len(found):,} of {len(files):,} files end with more than {LONGEST_END:,} equal token ids, such "
     )
-    line += f"as {found[0][0]}, which ends with {found[0][1]:,}; if a program was stopped while it wrote them, write "
-    yield f"{line}them again".encode(errors="replace").decode()  # a file name can be invalid UTF-8
+    line += f"as {found[0][0]}, which ends with {found[0][1]:,}; if a program was stopped while it wrote the "
+    yield f"{line}files, write them again".encode(errors="replace").decode()  # a file name can be invalid UTF-8
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 LONGEST_WORD = 2**12
-"""Longest run of white space, or of other characters; longer runs are cut. The time to train a BPE grows with the
-square of this length."""
+"""Most characters of a word or of consecutive white space; longer ones are cut. The time to train a BPE grows with
+the square of this length."""
 TRAINING_BYTES = 2**26
 """Approximate limit on the bytes of text on which a BPE is trained. Training takes 0.1 s per MB on two cores."""
 
@@ -68,8 +68,10 @@ class Encoder:
 
     @cached_property
     def end_of_text(self) -> int:
-        """Id of the first special token with a usual name, or else of the first other token with one. Gemma's
-        ``</s>`` is not special: it is the HTML tag."""
+        """Id of the end-of-text token: the first of :attr:`named_ends` that is a special token, or else the first.
+
+        For example, ``</s>`` is not a special token in Gemma's tokenizer: it is the HTML tag.
+        """
         added: dict[int, Any] = self.tokenizer.get_added_tokens_decoder()
         return next((id for id in self.named_ends if id in added and added[id].special), self.named_ends[0])
 
@@ -217,7 +219,7 @@ def _without_long_words(text: str) -> Iterator[str]:
 def parallel_tokenizers() -> Iterator[None]:
     """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread afterwards.
 
-    One thread is safe: a process that is forked while threads exist may hang. If the user has set
+    After the block, the process may be forked, and a fork may hang if several threads exist. If the user has set
     TOKENIZERS_PARALLELISM, its value applies inside the block and afterwards.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM")

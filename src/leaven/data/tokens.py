@@ -91,7 +91,7 @@ class TokenSet:
         return np.concatenate(self._windows_by_source(seq_len, limit_tokens))
 
     def uneven_validation(self, seq_len: int, limit_tokens: int) -> str | None:
-        """Return a line if the validation windows are too few for the proportions of the sources, else None."""
+        """Return a warning if the sources' shares of the validation windows are far from their proportions."""
         numbers = [len(windows) for windows in self._windows_by_source(seq_len, limit_tokens)]
         if self._even(numbers):
             return None
@@ -105,7 +105,7 @@ class TokenSet:
         ) + (f"; set evaluation.tokens = {better:_}" if better else "")
 
     def _wanted(self, seq_len: int, limit_tokens: int) -> list[int]:
-        """Return the number of validation windows of each source within ``limit_tokens``, if there is enough text."""
+        """Return how many validation windows to use of each source: its share of ``limit_tokens``, at least one."""
         return [max(int(limit_tokens * share) // seq_len, 1) for share in self.proportions]
 
     def _even(self, numbers: Sequence[int]) -> bool:
@@ -258,7 +258,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the cached file and encoder of ``given``. If None, use a tokenizer trained on ``corpora``."""
+    """Return the cached file and the encoder of the tokenizer ``given``, or of one trained on ``corpora`` if None."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)

@@ -34,7 +34,7 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """The name of the current round, the same on all processes and different after a restart."""
+        """The name of the current round of the exchange. It is the same on all processes, and new after a restart."""
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:

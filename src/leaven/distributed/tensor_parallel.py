@@ -86,7 +86,8 @@ class Local(ParallelStyle):
     """A parallel style: each rank computes the module with plain tensors, from its own parts of the parameters.
 
     ``placements`` says, by parameter name, how each parameter is sharded or replicated. Gradients of replicated
-    parameters are summed over the ranks. Norms use this style, because torch's own needs much memory on a CPU.
+    parameters are summed over the ranks. Norms use this style, because torch's ``SequenceParallel`` needs much memory
+    on a CPU.
     """
 
     def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
@@ -220,7 +221,7 @@ def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
 def sharded_cross_entropy(
     hidden_BtD: Tensor, weight: DTensor, targets_BT: Tensor, *, group: dist.ProcessGroup, **how: Any
 ) -> Tensor:
-    """Return on every rank the loss of the tokens of all ranks, by :func:`leaven.model.loss.cross_entropy`.
+    """Return the result of :func:`leaven.model.loss.cross_entropy` for the tokens of all ranks, on every rank.
 
     ``hidden_BtD`` has this rank's positions, ``targets_BT`` all positions. ``weight`` is the unembedding, sharded by
     rows. ``how`` has further arguments of ``cross_entropy``. A rank computes the logits of its slice of the

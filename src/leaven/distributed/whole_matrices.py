@@ -72,10 +72,10 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield this process's block of ``function(matrix)`` for each of ``matrices``, at most one per rank.
+        """Yield this process's block of ``function(matrix)`` for each of ``matrices``.
 
-        Rank r collects the blocks of matrix r and applies ``function``. ``mine`` has this process's block of each
-        matrix.
+        Rank r collects the blocks of ``matrices[r]`` and applies ``function``. So there may be at most as many
+        matrices as ranks. ``mine`` has this process's block of each matrix.
         """
         rank, size = self._rank, self._size
         sent = [

@@ -20,7 +20,7 @@ DIGEST = "blake2b"  # a JSON object in a file may have this key: the digest of a
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
-    """Return the digest of a JSON object without its key ``DIGEST``."""
+    """Return the digest of all keys and values of a JSON object, except the key ``DIGEST``."""
     content = {key: value for key, value in document.items() if key != DIGEST}
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 

@@ -164,7 +164,7 @@ class AcceleratorRow(Document, schema="accelerator/1"):
     name: str
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype
     matmul_tflops: dict[str, float | None]  # highest measured speed of a matmul, by dtype
-    planned_tflops: float  # speed of large 16-bit products that the planner assumes
+    planned_tflops: float  # speed of large 16-bit matmuls that the planner assumes
     sustained_tflops: dict[str, float] = {}  # measured speed of large 16-bit operators; empty if not measured
     memory_gib: float
     memory_tb_s: float

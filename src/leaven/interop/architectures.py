@@ -129,7 +129,7 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of ``shape`` by key of [model]. None becomes "none" for keys of the field ``words``."""
+        """Return ``shape`` as {key of [model]: value}. For keys in ``self.words``, "none" replaces None."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 
@@ -212,11 +212,10 @@ class Architecture:
             )
 
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the trainable parameters of a model in memory, without biases of routers.
+        """Yield the trainable parameters of a model that transformers 5 has loaded. Router biases are not trainable.
 
-        In transformers 5, unlike in the checkpoint, a layer has two tensors for all experts. ``gate_up_proj``
-        has gate and input matrix of expert 0, then those of expert 1, and so on. ``down_proj`` has the output
-        matrices.
+        Unlike the checkpoint, the model has two tensors per layer for all experts. ``gate_up_proj`` has the gate and
+        the input matrix of expert 0, then those of expert 1, and so on. ``down_proj`` has the output matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:
@@ -257,7 +256,8 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return config.json's ``layer_types``: full attention in every ``global_every``-th layer, else a window."""
+    """Return config.json's ``layer_types``: full attention in every ``global_every``-th layer, and a
+    sliding window in all others."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)

@@ -70,8 +70,8 @@ def _named(config: Config) -> Architecture:
             return architecture
     if not (stated := ", ".join(names) or kind):
         raise InputError(
-            "has neither architectures nor model_type, so it is not the config.json of a model; give that one, and "
-            "name the arguments of a Trainer training_args.json"
+            "has neither architectures nor model_type, so it is not a model's config.json; give the model's "
+            "config.json, and if this file has the arguments of a Trainer, rename it to training_args.json"
         )
     for name in names:
         if name in REFUSED:
@@ -83,8 +83,8 @@ def _named(config: Config) -> Architecture:
 def given_keys(architecture: Architecture, config: Config) -> Config:
     """Return a config.json with current key names. A missing or null key gets the architecture's default.
 
-    A null size in `implied`, or a null key in ``_OPTIONAL``, has no value and is left out instead. Raise InputError
-    if a known key has a value of the wrong type, or two values by two names.
+    Sizes in `implied` and keys in ``_OPTIONAL`` are left out instead if they are null. Raise InputError if a known
+    key has a value of the wrong type, or if a key and its alias have different values.
     """
     stated: Config = {}
     for key, value in config.items():
@@ -130,7 +130,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
         stated = {theirs: given[theirs] for theirs in several if theirs in given}
         if len(stated) > 1 and len(set(stated.values())) > 1:
             listed = ", ".join(f"{key} = {value!r}" for key, value in stated.items())
-            limit = architecture.limits.get(ours, f"leaven has a single value for these keys ({ours})")
+            limit = architecture.limits.get(ours, f"leaven has only one value, {ours}, for all of these keys")
             raise InputError(f"{listed}: {limit}, so leaven cannot represent this model")
         if stated:
             values[ours] = next(iter(stated.values()))

@@ -77,7 +77,7 @@ def multipliers(
     maps paths of such norms, such as ``layers.*.post_norm``, to ``attention`` or ``mlp``.
 
     The logits' multiplier scales the output of the final norm, because fused losses do not call the unembedding.
-    Without exactly one final norm, it scales the input of the unembedding.
+    If the model does not have exactly one final norm, it scales the input of the unembedding.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
@@ -92,7 +92,7 @@ def multipliers(
             if first.multiplier != factor:
                 raise InputError(
                     f"{row.name} and {first.name} have different multipliers, but the same norm follows both; give "
-                    f"the modules {row.module} and {first.module} the same multiplier residual"
+                    f"the modules {row.module} and {first.module} the same residual multiplier"
                 )
             continue
         if factor == 1.0:
@@ -114,8 +114,8 @@ def multipliers(
         elif row.module in BRANCH_ENDS:
             if not is_linear(site.owner) or any(site.owner is module for module in uncalled):
                 raise InputError(
-                    f"{row.name} ends a branch, but its {type(site.owner).__name__} is never called as a module, so "
-                    f"no hook can multiply the branch by {factor:g}; use an attention of nn.Linear modules"
+                    f"{row.name} ends a residual branch, but its {type(site.owner).__name__} is not an nn.Linear "
+                    f"that the model calls, so no hook can multiply the branch by {factor:g}; use nn.Linear modules"
                 )
             found.append((site.owner, ScaleOutput(factor)))
     return found + [(norm, ScaleOutput(row.multiplier)) for norm, row in ending.items() if row.multiplier != 1.0]
@@ -269,7 +269,7 @@ def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False
     target: Any = unwrapped(model, "save_folded")
     if not hasattr(target, "save_pretrained"):
         raise InputError(
-            f"{type(target).__name__} has no save_pretrained; fold a copy with leaven.fold and save its state dict"
+            f"{type(target).__name__} has no save_pretrained; call leaven.fold on a copy, and save its state dict"
         )
     sharded = any(isinstance(module, FSDPModule) for module in target.modules())
     if sharded or any(isinstance(parameter, DTensor) for parameter in target.parameters()):
@@ -353,14 +353,14 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter], *, by_input:
     """Raise InputError unless doubling a module's parameters doubles its output. With ``by_input``, doubling the
     weight must have the same effect as doubling the input.
 
-    A copy of the module is run to find out. These modules pass without a run: plain linear modules, modules with a
-    parameter in ``offset``, and modules with sharded or meta-device parameters.
+    A copy of the module is run to find out. These modules pass without a run: plain linear modules, norms with a
+    gain of 1 + w (their weights are in ``offset``), and modules with sharded or meta-device parameters.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:
         raise InputError(
-            f"a multiplier acts on the output of a {type(module).__name__} without a gain into which it could be "
-            "folded; use a norm with a gain"
+            f"a multiplier on the output of a {type(module).__name__} cannot be folded, because this module has no "
+            "gain; use a norm with a gain"
         )
     if (
         type(module).forward is nn.Linear.forward  # a subclass may do anything with its weight

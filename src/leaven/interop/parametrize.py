@@ -218,7 +218,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
-        InputError: if the model is not parametrized, parameters were added or removed since, or multipliers are gone.
+        InputError: if the model is not parametrized, or if parameters were added or removed, or modules with
+            multipliers replaced, after it was parametrized.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -248,8 +249,8 @@ def _require_no_multipliers(model: nn.Module, base: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(
-                f"this {type(model).__name__} is parametrized already, and a rule must not be applied twice; "
-                "leaven.interop.parametrize.groups returns its groups"
+                f"this {type(model).__name__} is parametrized already, and a rule must not be applied twice; to get "
+                "its parameter groups, call leaven.interop.parametrize.groups(model)"
             )
         if isinstance(module, Transformer) and module.has_multipliers:
             raise InputError(
@@ -261,8 +262,8 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
     if not any(kind.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING} for kind in classified.values()):
         first = next(name for name, kind in classified.items() if kind.role is Role.EMBEDDING)
         raise InputError(
-            f"no parameter computes the logits; if {first} does, pass roles={{{first!r}: 'tied_embedding'}}, "
-            "otherwise parametrize the model together with its head"
+            f"found no parameter that computes the logits; if {first} also does this, pass "
+            f"roles={{{first!r}: 'tied_embedding'}}; otherwise parametrize the model together with its head"
         )
 
 
@@ -329,8 +330,8 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
     factors_of_init += ["depth.init_std"] * any(factor != 1 for factor in tuned.depth.init_std)
     if factors_of_init and not initialise and isinstance(given, Mapping):
         raise InputError(
-            f"parametrize: {factors_of_init[0]} is given, but the model keeps its initial values; give init_std or "
-            f"init and leave out initialise=False, or leave out {factors_of_init[0]}"
+            f"parametrize: {factors_of_init[0]} is given, but the model keeps its initial values; leave out "
+            f"{factors_of_init[0]}, or give init_std or init, without initialise=False"
         )
     if tuned.optimizer == "adam":
         raise InputError(
@@ -380,8 +381,8 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
     attention = next((name for name, kind in classified.items() if kind.module.startswith("attention.")), None)
     if attention is not None:
         raise InputError(
-            f"{attention}: its attention module has no attribute head_dim, so the head dimensions of the model and "
-            "the base are unknown; pass head_ratio = (that of the model) / (that of the base), 1.0 if they are equal"
+            f"{attention}: its attention module has no attribute head_dim; pass head_ratio = (head dimension of the "
+            "model) / (head dimension of the base), which is 1.0 if they are equal"
         )
     return 1.0
 

@@ -1,9 +1,11 @@
-"""Find each parameter's role in a scaling rule, and leaven's name for its module, in a user's model.
+"""Find the role and the module name of each parameter of a user's model.
 
-A module name such as ``mlp.out`` selects the multipliers that tuning sets for the module.
+The role says how a scaling rule treats the parameter. The module name, such as ``mlp.out``, selects the multipliers
+that tuning sets.
 
-Both follow from the parameter's name in the model, the type of its module, and the dimensions that grow between
-two sizes of the model. If they are ambiguous, an error asks for ``roles`` or ``modules``.
+Role and module name follow from the parameter's own name, the type of the torch module that owns it, and the
+dimensions that grow between two sizes of the model. If a role or module name is ambiguous, an error asks the user for
+``roles`` or ``modules``.
 """
 
 import warnings
@@ -216,8 +218,8 @@ class Classifier:
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:
                 raise InputError(
-                    f"modules: {site.name} cannot have the module {given}, because {given} is the last matrix of a "
-                    f"residual branch, but {site.name} has the role {role}; give another name"
+                    f"modules: {site.name} has the role {role}, so it cannot be the module {given}, the last matrix "
+                    "of a residual branch; give another module"
                 )
             return given
         if role in _MODULES:
@@ -236,12 +238,12 @@ class Classifier:
             possible = {module: names for branch in named or _BRANCHES for module, names in _BRANCHES[branch].items()}
             found = [module for module, names in possible.items() if leaf in names]
             if len(found) != 1:
-                self._refuse(site, "its name does not show which matrix of its branch it is", *possible)
+                self._refuse(site, "its name does not show which matrix of the attention or MLP it is", *possible)
             return found[0].replace("mlp.", within)
         if leaf in _POST_NORM:
             self._refuse(
                 site,
-                "it is named as a norm on a branch's output, but running the base does not confirm it"
+                "by its name it is a norm on a branch's output, but a run of the base does not confirm this"
                 + self._untraced,
                 "norm.mlp_out",
                 "norm.attention_out",
@@ -250,7 +252,12 @@ class Classifier:
         for module in _NORMS_IN_BLOCKS:
             if leaf in _NAMES[module]:
                 return module
-        self._refuse(site, "its name does not show which branch the norm precedes", "norm.attention", "norm.mlp")
+        self._refuse(
+            site,
+            "its name does not show whether this norm is before attention or before the MLP",
+            "norm.attention",
+            "norm.mlp",
+        )
 
     def _is_shared(self, site: ParameterSite) -> bool:
         """Return whether a parameter belongs to shared experts, which read every token."""
@@ -279,17 +286,17 @@ class Classifier:
         except InputError:
             raise
         except Exception as error:  # raised by the user's own model code
-            self._untraced = f" (running it failed: {type(error).__name__}: {error!s:.80})"
+            self._untraced = f" (running the base failed: {type(error).__name__}: {error!s:.80})"
             inside = [site for site in self.model.sites if site.layer is not None and not site.is_bias]
             gains = [site for site in inside if is_norm(site) and site.path[-1] not in _OVER_HEADS | _OF_LATENTS]
             unnamed = [gain.name for gain in gains if _given(self.modules, gain) is None]
             if unnamed or not gains:
                 example = (unnamed or ["*.mlp_norm.weight"])[0]
                 warnings.warn(
-                    f"the base cannot be run on token ids alone ({type(error).__name__}: {error!s:.80}), so norms on "
-                    "the outputs of branches are not found, and a multiplier before such a norm has no effect; name "
-                    "the norms in the blocks with modules, e.g. "
-                    f"modules={{{example!r}: 'norm.attention'}} or 'norm.attention_out'",
+                    f"the base cannot be run on token ids alone ({type(error).__name__}: {error!s:.80}), so leaven "
+                    "cannot find norms on the outputs of branches, which cancel the multipliers before them; name "
+                    f"the norms in the blocks, as in modules={{{example!r}: NAME}}, where NAME is 'norm.attention' "
+                    "or 'norm.mlp' before the branch, and 'norm.attention_out' or 'norm.mlp_out' on its output",
                     stacklevel=4,
                 )
         for site in self.model.sites:
@@ -327,10 +334,11 @@ class Classifier:
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
-            self._refuse(first, f"only {', '.join(BRANCH_ENDS)} end a branch, not {out}", "mlp.in", "mlp.out")
+            why = f"the last matrix of its residual branch must be one of {', '.join(BRANCH_ENDS)}, not {out}"
+            self._refuse(first, why, "mlp.in", "mlp.out")
         if len(ends) != 1:
             names = ", ".join(end.name for end in ends) or "none"
-            self._refuse(first, f"its branch must have exactly one matrix that ends it, but has {names}", out)
+            self._refuse(first, f"its branch must end in exactly one matrix, but ends in {names}", out)
         end = ends[0]
         if end.shape[-2] != self.model.width:
             self._refuse(end, f"it ends a branch, but its fan out is not the width {self.model.width}", f"{name}.in")
@@ -347,8 +355,8 @@ class Classifier:
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
         """Raise InputError with the reason ``why`` and an example of how to classify the parameter.
 
-        The example has the argument ``modules`` with the given module names. Without names, it has the argument
-        ``roles`` with the possible roles. If no role is possible, the message says so.
+        The example shows the user's option ``modules`` with the given names or, without names, the option ``roles``
+        with the possible roles. If no role is possible, the message says so instead.
         """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
@@ -363,7 +371,7 @@ def _given(given: Mapping[str, str], site: ParameterSite) -> str | None:
 
 
 def _may_be(site: ParameterSite) -> tuple[str, ...]:
-    """Return the roles that fit the number of dimensions and the position of a parameter."""
+    """Return the roles that fit a parameter's number of dimensions and its place before, in or after the blocks."""
     kind = "bias" if site.is_bias else "norm"
     match site.parameter.ndim, site.layer is not None, site.after_blocks:
         case 2, True, _:

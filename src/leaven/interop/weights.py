@@ -325,9 +325,9 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def tensors_fingerprint(folder: Path) -> str:
-    """Return a hash of the tensors in a folder's safetensors files. Large tensors are read only in part.
+    """Return a hash of a folder's config.json and of the tensors in its safetensors files.
 
-    Pieces of every large tensor are read. In contrast, :func:`weights_fingerprint` reads pieces of each file, and may
+    Of a large tensor, only pieces are read. :func:`weights_fingerprint` instead reads pieces of each file, and may
     miss a changed tensor.
     """
     content = blake2b(digest_size=16)
@@ -356,8 +356,8 @@ def tensors_fingerprint(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """Yield config.json, if there is one, and the files ``*.safetensors*`` whose names begin with "config" or "model"
-    (also the index) or are in the index."""
+    """Yield config.json, if there is one, and each file ``*.safetensors*`` that is named in the index, or whose name
+    begins with "config" or "model"."""
     index = b""
     with suppress(OSError):
         index = storage.read(folder / "model.safetensors.index.json")
@@ -414,8 +414,8 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
     if not other:
         return None
     return (
-        f"{other:,} of {len(vocabulary):,} token ids of data.tokenizer are other tokens in the tokenizer of "
-        f"[start] weights; unless this is on purpose, set data.tokenizer = {json.dumps(str(there))}"
+        f"{other:,} of {len(vocabulary):,} token ids mean other tokens in data.tokenizer than in the tokenizer of "
+        f"[start] weights; if this is not intended, set data.tokenizer = {json.dumps(str(there))}"
     )
 
 
@@ -441,8 +441,8 @@ def ends_caution(folder: Path, tokenizer: Path, end: int) -> str | None:
     if known and end not in known:
         theirs = listed([given.id_to_token(id) or str(id) for id in known], "or")
         return (
-            f"documents end with {name} here, and texts of the model in {folder} with {theirs} (eos_token_id of its "
-            f"config.json); the trained model ends its texts with {name}"
+            f"in training, documents end with {name}, but the model in {folder} ends texts with {theirs} "
+            f"(eos_token_id in its config.json); the trained model ends its texts with {name}"
         )
     first, plain = (given.encode("a", add_special_tokens=special).tokens[:1] for special in (True, False))
     if first and first not in (plain, [name]):
@@ -498,12 +498,12 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     given_tokenizer(str(tokenizer), shape.vocab_size)
     draft = Draft(f"{plain.folder}/config.json")
     draft.set_architecture(plain, draft.origin)
-    why = f"a {plain.architecture.name}; its weights are divided by the recipe's multipliers; init_std is not used"
+    why = f"a {plain.architecture.name} model; leaven divides its weights by the recipe's multipliers; init_std is not used"
     if plain.further_tokens:
         why += "; its layers for multi-token prediction are not read"
     draft.set("start.weights", str(plain.folder), why)
     draft.values["data.source"] = source
-    draft.set("data.tokenizer", str(tokenizer), "the model's own: its embedding was trained for these token ids")
+    draft.set("data.tokenizer", str(tokenizer), "the model's own tokenizer: the embedding was trained for its ids")
     duration = tokens or TOKENS_PER_PARAMETER * shape.params_active
     guess = f"{TOKENS_PER_PARAMETER} tokens per parameter, as from scratch (Chinchilla); fewer may be enough here"
     draft.set("data.tokens", duration, "--tokens" if tokens else guess)
@@ -513,8 +513,8 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     draft.set(
         "hyperparameters.lr",
         lr,
-        f"{why}; config.json has none. Continued pre-training works best when the lr rises again to about the peak "
-        "of pre-training (Ibrahim et al. 2024, arXiv 2403.08763); tune it",
+        f"{why}; config.json has no lr. Continued pre-training works best when the lr rises again to about the peak "
+        "of pre-training (Ibrahim et al. 2024, arXiv 2403.08763); tune the lr",
     )
     return draft.recipe(name)
 

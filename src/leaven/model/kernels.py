@@ -69,8 +69,8 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make a fused Adam skip its steps, until the next call, if the scalar ``skip`` is true. Adam does not count
-    skipped steps."""
+    """If the scalar ``skip`` is true, make a fused Adam skip its steps until the next call of ``gate``. Adam does not
+    count skipped steps."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 

@@ -188,8 +188,8 @@ class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits. :func:`leaven.model.initialisation.build_model` makes one.
 
     Args:
-        multipliers: factors on the outputs of branches and on the logits, by the name of the last weight before them,
-            such as ``layers.0.mlp.out.weight``; the default is 1.
+        multipliers: factors on the outputs of branches and on the logits, by name of the last weight of the branch or
+            model, such as ``layers.0.mlp.out.weight``; the default is 1.
         attention_scale: factor on query . key; the default is 1 / sqrt(d_head).
         router_losses: coefficients of the routers' balance loss and z-loss.
     """

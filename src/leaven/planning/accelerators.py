@@ -182,8 +182,8 @@ class _Entry(Part):
         half = self.matmul.rates.get("bf16") or peaks.get("bf16") or peaks["fp16"]
         if self.sustained and self.sustained.matmul > half:
             raise ValueError(
-                f"sustained.matmul: {self.sustained.matmul:g} TFLOP/s is above the fastest matmul, {half:g}; "
-                "correct one of them"
+                f"sustained.matmul: {self.sustained.matmul:g} TFLOP/s is above the highest rate in half precision, "
+                f"{half:g} TFLOP/s; correct one of them"
             )
         return self
 
@@ -196,7 +196,7 @@ def user_file() -> Path:
 
 
 def accelerators() -> dict[str, Accelerator]:
-    """Return every known accelerator by name, the built-in first. Raise InputError if the user's file is wrong."""
+    """Return all accelerators by name, built-in first. Raise InputError if the user's accelerators.toml is wrong."""
     path = user_file()
     if path.exists() or os.environ.get("LEAVEN_ACCELERATORS"):
         return _read(path)

@@ -157,7 +157,7 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
 
 
 def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
-    """Return why a model cannot be split over ``tp`` tensor-parallel ranks. Callers know that it cannot."""
+    """Return why a model cannot be split over ``tp`` tensor-parallel ranks. Call this only if it cannot."""
     sizes = "the heads and widths of the blocks"
     if isinstance(model, ModelShape):
         if model.qk_norm_whole:

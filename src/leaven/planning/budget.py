@@ -51,7 +51,7 @@ _STEPS = 4  # iterations at most
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Return the cluster and the seconds of text such as ``64xH100 x 14d``. Raise InputError for other text."""
+    """Parse text such as ``64xH100 x 14d`` into a cluster and seconds. Raise InputError for other text."""
     match = _BUDGET.fullmatch(text.strip())
     if match is None or not (seconds := _seconds(match)):
         raise InputError(
@@ -128,8 +128,10 @@ def size_for_time(
         raise InputError(f"--time {time}: {error}") from None
 
     def sized(vocab_size: int) -> tuple[float, float, int | None, BudgetSpeed]:
-        """Return (parameters, tokens, tokens of a text that is too short, speed) if the text is counted with a
-        vocabulary of this size."""
+        """Return (parameters, tokens, text tokens, speed). The text is counted with a vocabulary of this size.
+
+        The text tokens are None if the text is long enough, or if there is none.
+        """
         known = None if text_tokens is None else text_tokens(vocab_size)
         if known is None or full.tokens <= MOST_EPOCHS * known:
             return full.params, full.tokens, None, speeds.at(full.params, full.tokens)
@@ -177,9 +179,9 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the model size that a law recommends for the budget, with its speed. ``law`` is the law's name.
+        """Return the model size that a law recommends for the budget, and the training speed at this size.
 
-        ``size`` is the law as a function: it maps the FLOPs of a run to the number of parameters.
+        ``law`` is the law's name. ``size`` is the law itself: it maps the FLOPs of a run to the number of parameters.
         """
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)

@@ -130,7 +130,9 @@ def history(on_fault: Callable[[str], None] = lambda fault: None) -> list[Calibr
             faults.append(f"{path}: cannot be read: {error.strerror}; make it readable to use its runs")
         else:
             if skipped := read.skipped(path):
-                faults.append(f"{skipped}; planned times are corrected by the other lines; remove the damaged ones")
+                faults.append(
+                    f"{skipped}; planned times are corrected with the runs in other lines; remove the damaged lines"
+                )
             for line in read.documents:
                 with suppress(ValidationError):
                     found.append(CalibrationRecord.model_validate(line))
@@ -208,7 +210,7 @@ def calibration(
         high=high,
         measurement=measurement,
         uncalibrated_step_seconds=step_seconds,
-        says=f"x{time:.3g} by {runs} on this accelerator{using}{spread}",
+        says=f"x{time:.3g} from {runs} on this accelerator{using}{spread}",
     )
 
 

@@ -20,7 +20,7 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """The FLOPs of one forward pass per token."""
+    """The FLOPs per token of a forward pass, by part of the model."""
 
     matrices: int  # for the matrix products of the blocks
     attention: float  # for the scores and weighted sums of attention
@@ -29,7 +29,7 @@ class ForwardFlops:
 
 @cache
 def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
-    """Return the FLOPs per token of a forward pass. With ``causal``, masked attention does not count."""
+    """Return the FLOPs per token of a forward pass. If ``attention`` is "causal", masked positions do not count."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),

@@ -70,8 +70,8 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each possible micro-batch size, the smallest first.
 
-        If the job requires a size, only this size is tried. Other sizes are at most 65,536 tokens.
-        Each size divides the sequences of a data-parallel rank. Even the smallest batch of the run must give each
+        If the job requires a size, only this size is tried. Otherwise, sizes up to 65,536 tokens are tried. A size
+        must divide the number of sequences per data-parallel rank. Even the smallest batch of the run must give each
         rank at least pp micro-batches. Raise InputError if no size is possible, or the batch cannot be split evenly
         over the ranks.
         """
@@ -100,7 +100,8 @@ class Job:
 
 
 def worth_compiling(model: ModelShape, cluster: Cluster) -> bool:
-    """Return whether starters compile blocks: on a GPU, unless blocks have experts, which leaven does not compile."""
+    """Return whether a new recipe compiles its blocks: on a GPU, unless they have experts, which leaven does not
+    compile."""
     return cluster.accelerator.name != "cpu" and model.experts is None
 
 
@@ -126,7 +127,7 @@ class LayoutCandidate:
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train the arrangement. leaven cannot train with context parallelism (cp above 1)."""
+        """Whether leaven can train with the arrangement. It does not support context parallelism (cp above 1)."""
         return self.arrangement.layout.cp == 1
 
     def row(self) -> CandidateRow:
@@ -147,7 +148,7 @@ class Exploration:
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
-        """Candidates that are too large. With ``job.by_leaven``, only those that leaven can train."""
+        """The candidates in ``too_large``. With ``job.by_leaven``, only those that leaven can train."""
         return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property
@@ -162,10 +163,7 @@ class Exploration:
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """The best candidate of each layout, among those that fit into memory. The best layout is first.
-
-        With ``job.by_leaven``, only candidates that leaven can train count.
-        """
+        """The best candidate in ``choices`` for each layout, the best layout first."""
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)

@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The values of a rank that do not depend on the micro-batch size, in bytes unless stated."""
+    """The memory of a rank in bytes, and its activations in bytes per token, for any micro-batch size."""
 
     weights: float
     grads: float
@@ -219,7 +219,7 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode)
     """Return a rank's activation memory as ``stays``, ``once`` and ``freed`` of :class:`_States`, in bytes per token.
 
     ``stays`` is saved until the backward pass. ``once`` exists for one micro-batch and one block at a time. ``freed``
-    is the part of both that is free again when a block exchanges its gradients.
+    is the part of ``stays`` and ``once`` that is freed before a block exchanges its gradients.
     """
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
@@ -302,7 +302,7 @@ class Kept:
 def operators_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes per token that each operator of a block saves on one rank, without recomputation.
+    """Return the bytes per token that a rank stores for the backward pass of each operator, without recomputation.
 
     Source: Korthikanti 2022, arXiv 2205.05198, equations 2 and 4. Tokens are assumed to be spread evenly over
     experts.
@@ -360,7 +360,7 @@ def operators_kept(
 
 
 def _traced(block: BlockTable, d_model: int, tp: int, code: TrainingCode) -> tuple[float, float]:
-    """Return the bytes per token that a block saves, and the peak of those beside them, from a trace of the code."""
+    """Return (bytes that a block saves, peak of its temporary bytes), both per token and traced in the code."""
     return traced(block, d_model, code.saved, tp=tp, ep=1, split_sequence=code.sequence_parallel)
 
 

@@ -167,7 +167,7 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 
 
 def _eager(block: BlockTable, work: Work, code: TrainingCode) -> Factors:
-    """Return ``moved`` of the kernels of a block that run one by one; none if the block is compiled as a whole."""
+    """Return the entries of ``code.moved`` for the kernels of a block that are not compiled."""
     routed = any(row.routed for row in block.matmuls)
     if not work.fused or (routed and code.breaks_graphs):
         return code.moved
@@ -232,8 +232,8 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
     """Return one operator that copies tokens to and from their experts, or [] in a block without experts.
 
-    If a token is sent to each of its experts, a rank also sorts received copies by expert, and later restores their
-    order. If it is sent once to a rank, it is copied only there.
+    If a rank sends a copy of a token for each expert, the receiving rank also sorts the copies by expert, and later
+    restores their order. If a rank sends a token once to each other rank, the receiving rank makes the copies.
     """
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
     if not experts:

@@ -126,7 +126,7 @@ class ClusterPlan:
             better = better if self.job.cluster.gpus == 1 else "fewer GPUs"
             found.append(
                 f"the GPU waits for the host in {chosen.time.host / chosen.time.step:.0%} of a step, because the "
-                f"kernels of so small a model are short; {better} would use the time better"
+                f"kernels of so small a model are short; {better} would keep the GPU busier"
             )
         compiled = chosen.arrangement.layout.model_copy(update={"compile": True})
         step = self.job.time(replace(chosen.arrangement, layout=compiled)).step
@@ -137,14 +137,14 @@ class ClusterPlan:
             )
         if device.name != "cpu" and mask_bytes(blueprint(self.job.model), chosen.arrangement, 0, self.job.code):
             found.append(
-                "the time is optimistic: isolated documents, ALiBi and windows are a mask, with which torch does not "
-                "use flash attention; the speed of its other kernels is not known, so that of flash is planned"
+                "the time is optimistic: with isolated documents, ALiBi or windows, torch does not use flash "
+                "attention; the speed of its other kernels is not known, so the plan assumes that of flash attention"
             )
         if thin_pipeline(chosen.arrangement):
             pp = chosen.arrangement.layout.pp
             found.append(
-                f"{chosen.arrangement.grad_accumulation} micro-batches for a pipeline of {pp}; the rule of thumb is "
-                f"{FILLS * pp} or more: {chosen.time.bubble / chosen.time.step:.0%} of a step is bubble"
+                f"the pipeline bubble takes {chosen.time.bubble / chosen.time.step:.0%} of a step: with pp = {pp}, a "
+                f"step should have {FILLS * pp} or more micro-batches, but has {chosen.arrangement.grad_accumulation}"
             )
         factor = self.job.calibration and self.job.calibration.memory
         if factor and chosen.fits:
@@ -152,8 +152,8 @@ class ClusterPlan:
             took = (chosen.memory.total / GIB - context) * factor + context
             if took > device.memory_gib:
                 found.append(
-                    f"runs on this accelerator needed x{factor:.3g} of the planned memory; at this factor the run "
-                    f"does not fit: {took:.3g} GiB of {device.memory_gib:.3g}"
+                    f"runs on this accelerator needed {factor:.3g} times the planned memory; with this factor, this "
+                    f"run needs {took:.3g} GiB and does not fit into {device.memory_gib:.3g} GiB"
                 )
         if not self.job.by_leaven:
             found.append(

@@ -154,9 +154,9 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return points of a ramp, sorted by batch: for the full batch, half of it, a quarter and so on, and ``start``.
+    """Return ``start``, and a point for the full batch, for half of it, a quarter and so on, sorted by batch.
 
-    The point for such a fraction is the smallest point in ``starts`` whose batch is at least the fraction.
+    Each of these points is the first in ``starts`` with at least this batch. ``starts`` is sorted by batch.
     """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
@@ -243,8 +243,8 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     if stages[-1][1] != batch.tokens:
         end_batch = max(int(multiple * fit.at(tokens)) // seq_len, 1) * seq_len
         why = (
-            f"none: a batch of {full} tokens is above {allowed}, even at the end of the run, where the limit is "
-            f"{format_quantity(end_batch)}; use leaven transfer --batch-tokens {end_batch}"
+            f"none: even at the end of the run, {allowed} allows only a batch of {format_quantity(end_batch)} "
+            f"tokens, not of {full}; use leaven transfer --batch-tokens {end_batch}"
         )
     elif not later:
         why = (
@@ -253,8 +253,8 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
         )
     else:
         why = (
-            f"each stage begins where its batch is {allowed}: {steps:,} steps instead of {full_steps:,}, "
-            f"and about {1 + multiple:g} times the minimum number of tokens for the same loss"
+            f"each stage begins where its batch is {allowed}; the run has {steps:,} steps instead of {full_steps:,}, "
+            f"and needs about {1 + multiple:g} times the fewest possible tokens for its loss"
         )
         listed = ", ".join(f"{{from_tokens={start},tokens={size}}}" for start, size in stages)
         settings = [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{listed}]"]

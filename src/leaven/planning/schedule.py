@@ -23,8 +23,8 @@ Key = tuple[Kind, int, int]  # kind, stage, micro-batch
 class Pass(NamedTuple):
     """A forward or backward computation of one stage for one micro-batch, with its start and end.
 
-    A zero-bubble schedule splits a backward pass: ``input`` computes the gradients that the previous stage needs, and
-    ``weight`` the gradients of the stage's weights.
+    A zero-bubble schedule splits each backward pass in two: an ``input`` pass computes the gradients that the
+    previous stage needs, and a ``weight`` pass computes the gradients of the stage's weights.
     """
 
     kind: Kind

@@ -109,9 +109,9 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
 
 
 def _proxy(started: StarterRecipes) -> Recipe | None:
-    """Return the recipe of the proxy that ``started.tuning`` advises to tune, or None without such a proxy.
+    """Return the recipe of the proxy in ``started.tuning``, or None if no proxy should be tuned.
 
-    The proxy is the target recipe, scaled down and laid out for one process.
+    This is the target recipe, scaled down to the proxy's size, with the layout of a single process.
     """
     proxy, target = started.tuning.proxy, started.target
     if proxy is None:
@@ -163,11 +163,11 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
-    """Return rows that compare values of ``target`` with the range of these values in the published runs ``near``.
+    """Return rows that compare the resolved values of ``target`` with their ranges in the published runs ``near``.
 
-    The values of ``target`` are those after the scaling rule. Each is the median over the hidden matrices; only the
-    lr of the embedding is the median over the embeddings. A row's ``factor`` is the factor by which the value lies
-    outside the range, 1 if inside. For betas, it compares 1 / (1 - beta).
+    A value is the median over the hidden matrices; the lr of the embedding is the median over the embeddings. A row's
+    ``factor`` is the factor by which the value is outside the range, or 1 if it is inside. For a beta, the factor is
+    that of 1 / (1 - beta).
     """
     rows = parameter_table(target).rows
 

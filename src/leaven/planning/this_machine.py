@@ -69,8 +69,8 @@ def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     most = len(here) // each
     if (workers or 1) > most:
         raise InputError(
-            f"--workers {workers or 'auto'}: each needs its own GPUs ({each}), and those here ({len(here)}) are "
-            f"enough for {most}; give fewer workers, lower the key devices, or name the GPUs in {VISIBLE}"
+            f"--workers {workers or 'auto'}: at most {most} can run (GPUs here: {len(here)}, GPUs per worker: "
+            f"{each}); give fewer workers, lower devices if a command file sets it, or name the GPUs in {VISIBLE}"
         )
     return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
 

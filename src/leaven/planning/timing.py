@@ -130,10 +130,10 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 
 
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Return the seconds of communication inside a block in one pass, forward or backward.
+    """Return the seconds of tensor- and context-parallel communication in a block, in one forward or backward pass.
 
-    Context-parallel ranks exchange keys and values in a ring while they compute attention. Of this exchange, only
-    the time beyond that of attention counts.
+    Context-parallel ranks exchange keys and values in a ring while they compute attention, so this exchange counts
+    only if it takes longer than attention, and then only the difference.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}
@@ -150,7 +150,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 
 
 def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Return the seconds of one pass for sending tokens to experts on other ranks and returning the outputs."""
+    """Return the seconds that a pass needs to send tokens to experts on other ranks and to return the outputs."""
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
     ranks, stride = expert_ranks(work, code)
     if not experts or ranks == 1:

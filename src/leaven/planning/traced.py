@@ -14,10 +14,10 @@ Factors = tuple[tuple[str, tuple[float, float]], ...]
 def traced(
     block: BlockTable, d_model: int, factors: Factors, *, tp: int, ep: int, split_sequence: bool
 ) -> tuple[float, float]:
-    """Return both factors of each width of a block on one rank, times the width, added up.
+    """Return two sums over the widths of a block on one rank: width x first factor, and width x second factor.
 
-    ``tp`` ranks split heads and hidden widths. With ``split_sequence``, they split the tokens elsewhere, which counts
-    as a smaller d_model. A width without factors does not count.
+    ``tp`` ranks split heads and hidden widths. With ``split_sequence``, they split the tokens of all other widths,
+    which counts as d_model / tp. A width without factors does not count.
     """
     widths = _widths(block, d_model / tp if split_sequence else d_model, tp, ep)
     first = sum(widths.get(name, 0.0) * both[0] for name, both in factors)

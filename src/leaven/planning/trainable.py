@@ -10,7 +10,8 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if leaven cannot train a recipe on ``processes`` processes or measure its noise scale."""
+    """Raise InputError if leaven cannot train a recipe on ``processes`` processes, or cannot measure the gradient
+    noise scale that the recipe asks for."""
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"
@@ -62,7 +63,7 @@ def _noise_refusal(recipe: Recipe) -> str | None:
     if recipe.stability.noise_scale_every_tokens is None:
         return None
     layout = recipe.layout
-    off = "remove this setting to train without measuring it"
+    off = "remove this setting to train without the measurement"
     if layout.pp > 1:
         return (
             "needs the gradients of the first micro-batch alone, which a pipeline "

@@ -51,7 +51,7 @@ class Batch(Part):
         if self.ramp is not None and self.stages:
             raise ValueError("a batch has a ramp or stages, not both; remove one")
         if self.stages_rule and not self.stages:
-            raise ValueError("stages_rule is set, but there are no stages; remove it (a ramp has ramp.rule)")
+            raise ValueError("stages_rule is set without stages; remove stages_rule (for a ramp, set ramp.rule)")
         if self.ramp is not None:
             climb = self.tokens - self.ramp.start_tokens
             if climb < 0:

@@ -140,7 +140,10 @@ def _remove(document: dict[str, Any], path: str) -> None:
 
 
 def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
-    """Return a line about one of the validation errors: ``[model] d_modle: no such key; did you mean d_model?``"""
+    """Return a line about the first unknown key, such as ``[model] d_modle: no such key; did you mean d_model?``
+
+    If there is none, the line is about the first validation error.
+    """
     # An unknown key is reported first: if a key is missing as well, the unknown key is usually its misspelling.
     fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int", "tag:"))]
@@ -205,8 +208,8 @@ def render(recipe: Recipe, template: str = "") -> str:
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
     """Return ``rows``, a value of a recipe. If it is a list of tables, leave out the keys with default values.
 
-    ``own`` is the same list without these keys. ``stated`` is the list in the template. A default that the template
-    states is kept, if ``stated`` has as many tables as ``rows``.
+    ``own`` is ``rows`` without these keys. ``stated`` is the value in the template. If it has as many tables as
+    ``rows``, the keys in it are kept.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows

@@ -19,7 +19,7 @@ Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """Multipliers of the hyperparameters of one module of the model, such as ``mlp.out``."""
+    """Multipliers for the hyperparameters of one module, such as ``mlp.out``."""
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0

@@ -1,6 +1,6 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-A recipe that names an init has no ``init_std``. Multipliers of modules and depth still apply.
+A recipe that names an init has no ``init_std``. The recipe's multipliers for modules and for depth still apply.
 ``mitchell`` and the unembedding of ``depth-scaled`` truncate the normal distribution at 3 sigma. leaven
 does not truncate, which changes the std by at most 1.4%. :data:`COMPARED` has further inits, for
 comparison only.
@@ -21,7 +21,7 @@ InitName = Literal[
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """The variables of a formula: sizes of the model, and position and sizes of one matrix."""
+    """The variables of a :class:`Formula`: sizes of the model, and sizes and layer of one matrix."""
 
     d: int  # width of the model
     L: int  # number of layers
@@ -116,19 +116,19 @@ INITS: Mapping[str, Init] = MappingProxyType(
             outputs=_SMALL,
         ),
         "mt-nlg": Init(
-            source="MT-NLG 530B, arXiv 2201.11990, and BLOOM-176B; outputs as Megatron-LM scales them",
+            source="MT-NLG 530B, arXiv 2201.11990, and BLOOM-176B; outputs scaled as in Megatron-LM",
             inputs=_MT_NLG,
             outputs=Formula(
                 "sqrt(1 / (3 d)) / sqrt(2 L)", lambda at: math.sqrt(1 / (3 * at.d)) / math.sqrt(2 * at.L)
             ),
         ),
         "wang": Init(
-            source="EleutherAI/gpt-neox, init_functions.py (GPT-NeoX-20B, Pythia): small-init, outputs by Wang",
+            source="EleutherAI/gpt-neox, init_functions.py (GPT-NeoX-20B, Pythia): small_init, wang_init for outputs",
             inputs=_SMALL,
             outputs=Formula("2 / (L sqrt(d))", lambda at: 2 / (at.L * math.sqrt(at.d))),
         ),
         "tinyllama": Init(
-            source="jzhang38/TinyLlama, lit_gpt/model.py: small-init, outputs half of Wang's",
+            source="jzhang38/TinyLlama, lit_gpt/model.py: small_init, half of wang_init for outputs",
             inputs=_SMALL,
             outputs=Formula("1 / (L sqrt(d))", lambda at: 1 / (at.L * math.sqrt(at.d))),
         ),
@@ -138,7 +138,7 @@ INITS: Mapping[str, Init] = MappingProxyType(
             outputs=Formula("1 / sqrt(2 f (l + 1))", lambda at: 1 / math.sqrt(2 * at.f * (at.l + 1))),
         ),
         "fan-in": Init(
-            source="LeCun et al. 1998: StarCoder, SmolLM; facebookresearch/lingua by default (no factor for depth)",
+            source="LeCun et al. 1998; used in StarCoder, SmolLM and, by default, facebookresearch/lingua",
             inputs=_FAN_IN,
             outputs=_FAN_IN,
             embedding=_LECUN,
@@ -164,7 +164,7 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
     {
         **INITS,
         "nanochat": Init(
-            source="karpathy/nanochat; needs its own lr for each group of parameters; q, k and v are drawn uniformly",
+            source="karpathy/nanochat; needs a different lr for each parameter group; q, k and v are drawn uniformly",
             inputs=_LECUN,
             outputs=_ZERO,
             embedding=Formula("0.8", lambda at: 0.8),
@@ -204,7 +204,7 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     """
     if init == "rule" or rule == "standard":
         return
-    instead = 'set scaling.rule = "standard", or init = "rule" with an init_std that is right at the base'
+    instead = 'set scaling.rule = "standard", or init = "rule" and an init_std for the base model'
     if wider:
         raise ValueError(
             f'init = "{init}" itself sets the std for every width, but rule {rule} would also scale this std, '

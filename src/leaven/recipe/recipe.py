@@ -27,8 +27,8 @@ BATCH_RULES = ("complete-d-p",)
 class Start(Part):
     """Where training starts: from random weights, or from the weights of a given model.
 
-    Given weights are divided by the rule's output multipliers. The new model then computes the same function
-    (:func:`leaven.scaling.table.folding`).
+    Loaded weights are divided by the rule's output multipliers, so that the new model computes the same function as
+    the given one (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format, with a model of the recipe's shape; None draws random weights.
@@ -202,7 +202,8 @@ BY_REWIND = "by --rewind-to"
 class Recipe(Part):
     """The complete description of a training run.
 
-    The hyperparameters are those of the base (:class:`Base`). :mod:`leaven.scaling.table` converts them.
+    The hyperparameters are those of the base (:class:`Base`). :mod:`leaven.scaling.table` converts them to the
+    size of this run.
     """
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
@@ -317,7 +318,8 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def split_path(path: str) -> list[str]:
-    """Return the keys of a dotted path. A module (``mlp.out``) and a path in ``why`` are one key each."""
+    """Return the keys of a dotted path. Some keys contain dots: modules (``mlp.out``), and paths in ``why`` and
+    ``tuning.octaves``."""
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):
         module, _, leaf = path.removeprefix(prefix).replace('"', "").rpartition(".")

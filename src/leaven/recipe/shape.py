@@ -180,13 +180,15 @@ class ModelShape(Part):
         if self.experts is None:
             return self
         if self.bias:
-            raise ValueError('experts have no biases; set bias = false, and attention_bias = "all" for attention')
+            raise ValueError(
+                'experts have no biases; set bias = false (and attention_bias = "all" to keep biases in attention)'
+            )
         if self.norm_placement != "pre":
             raise ValueError('experts need norm_placement = "pre"; set it, or remove [model.experts]')
         if self.experts.dense_layers >= self.n_layers:
             raise ValueError(
-                f"experts.dense_layers {self.experts.dense_layers} leaves no layer of {self.n_layers} with experts; "
-                "lower it, or remove [model.experts]"
+                f"experts.dense_layers {self.experts.dense_layers}: none of the {self.n_layers} layers has experts; "
+                "lower dense_layers, or remove [model.experts]"
             )
         return self
 
@@ -214,7 +216,7 @@ class ModelShape(Part):
 
     @property
     def branch_ends(self) -> tuple[str, ...]:
-        """Return which of :data:`BRANCH_ENDS` this model has."""
+        """Return the names of the last matrices of this model's residual branches, such as ``mlp.out``."""
         experts = self.experts
         found = {
             "mlp.out": not experts or bool(experts.dense_layers),
@@ -318,7 +320,7 @@ class ModelShape(Part):
 
     @property
     def params_active(self) -> int:
-        """Return the number of parameters that one token uses: all except the experts that are not chosen."""
+        """Return the number of parameters that one token uses. Of the routed experts, only the active ones count."""
         return sum(self._used(parameter) for parameter in self.parameters())
 
     @property
@@ -334,7 +336,7 @@ class ModelShape(Part):
         return parameter.size * self.experts.active // self.experts.number
 
     def width_unit(self, step: int | None = None) -> int:
-        """Return the smallest d_model for which d_attention is a multiple of ``step``. Their ratio stays the same.
+        """Return the smallest d_model with this shape's d_attention / d_model and d_attention a multiple of ``step``.
 
         d_attention is the width of all query heads. By default, ``step`` is the width of the query heads that share
         one key-value head.
@@ -386,8 +388,8 @@ class ModelShape(Part):
         if self.experts is not None:
             if self.experts.d_expert * d_ff % self.d_ff:
                 raise ValueError(
-                    f"width {width} makes experts.d_expert = {self.experts.d_expert} x {d_ff} / {self.d_ff} not a "
-                    "whole number; choose a d_expert that is a simple fraction of d_ff"
+                    f"at width {width}, experts.d_expert is {self.experts.d_expert} x {d_ff} / {self.d_ff}, which is "
+                    "not a whole number; choose a d_expert that is a simple fraction of d_ff"
                 )
             d_expert = self.experts.d_expert * d_ff // self.d_ff
             changes["experts"] = self.experts.model_dump() | {"d_expert": d_expert}

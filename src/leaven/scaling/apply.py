@@ -63,7 +63,7 @@ def tensor_ratios(
     the ratios of the run, and ``head`` is the ratio of head dimensions. Raise ValueError if a matrix has the
     wrong number of dimensions, or the number of experts changes.
     """
-    assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
+    assert len(shape) == len(base_shape), f"{shape} and {base_shape} differ in the number of dimensions"
     sides = 3 if role is Role.EXPERT_WEIGHT else 2
     if role.is_matrix and len(shape) != sides:
         raise ValueError(

@@ -157,13 +157,15 @@ def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
 
 _TIED = "derived: the unembedding's row under the symmetry forward x c, std / c, lr / c, eps x c, decay x c, c = 1/N"
 _STARTS = "derived: not in the table; the gain starts at 1, the bias at 0"
-_BEHIND = "derived: as a gain before a branch (scaling/rules.py); measured: tests/verification/test_planted_faults.py"
-_ROUTED = "derived: width to a fixed number of logits, inside a branch (top of scaling/rules.py)"
-_STREAM = "derived: not in the table; like the embedding, it acts on the residual stream before all blocks"
+_BEHIND = (
+    "derived: as for a gain before a branch (scaling/rules.py); measured: tests/verification/test_planted_faults.py"
+)
+_ROUTED = "derived: the router maps the width to a fixed number of logits (see the top of scaling/rules.py)"
+_STREAM = "derived: not in the table; same as for the embedding: both act on the residual stream before all blocks"
 _SAME = "practice: the same value at every scale"
 _DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
 
-_SPECTRAL = "derived: largest singular value of a step proportional to sqrt(fan out / fan in), as in arXiv 2512.05620"
+_SPECTRAL = "derived: a step's largest singular value is proportional to sqrt(fan out / fan in), arXiv 2512.05620"
 _SHRINK = "derived: lr x decay x steps is constant; disputed, see arXiv 2512.05620"
 _MUON_OVER_DEPTH = {
     "lr": Cell("I^-1/2 O^1/2 M^-1 L^(alpha-1)", f"{_SPECTRAL}; depth: as for Adam"),
@@ -210,7 +212,7 @@ MUP = Rule(
         "eps": {
             **_rows("O^-1", f"{_MUP}AdamW eps: Hidden weights/biases/norms", *_BLOCK),
             **_rows("O^-1", _BEHIND, Role.OUTPUT_NORM),
-            **_rows("O^-1", "derived: NA in the muP column; as in complete-d-p", Role.QK_NORM),
+            **_rows("O^-1", "derived: NA in Table 1, muP column; same width factor as in complete-d-p", Role.QK_NORM),
             **_rows("1", _ROUTED, Role.ROUTER),
             **_rows("O^-1", f"{_MUP}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows("O^-1", _STREAM, *_INPUT),
@@ -248,7 +250,7 @@ COMPLETE_P = Rule(
             **_rows("I^-1", f"{_DEY}initial variance: hidden weights", *_HIDDEN),
             **_rows("I^-2", _ROUTED, Role.ROUTER),
             **_rows("1", f"{_DEY}initial variance: pre-LN", Role.HIDDEN_NORM),
-            **_rows("1", "derived: not in the table; as the pre-LN", Role.QK_NORM),
+            **_rows("1", "derived: not in the table; same as for the pre-LN", Role.QK_NORM),
             **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_DEY}initial variance: final LN", *_FINAL),
             **_rows("1", f"{_DEY}initial variance: unembedding", Role.UNEMBEDDING),
@@ -261,7 +263,7 @@ COMPLETE_P = Rule(
             **_rows("I^-1 L^(alpha-1)", _ROUTED, Role.ROUTER),
             **_rows("L^(alpha-1)", f"{_DEY}lr: hidden biases", Role.HIDDEN_BIAS),
             **_rows("L^(alpha-1)", f"{_DEY}lr: pre-LN", Role.HIDDEN_NORM),
-            **_rows("L^(alpha-1)", "derived: not in the table; as the pre-LN", Role.QK_NORM),
+            **_rows("L^(alpha-1)", "derived: not in the table; same as for the pre-LN", Role.QK_NORM),
             **_rows("L^(alpha-1)", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_DEY}lr: final LN", *_FINAL),
             **_rows("1", f"{_DEY}lr: unembedding", Role.UNEMBEDDING),
@@ -270,7 +272,7 @@ COMPLETE_P = Rule(
         "eps": {
             **_rows("1", _UNSAID, *Role),
             **_rows("O^-1 L^-alpha", f"{_DEY}AdamW eps: residual blocks", *_BLOCK),
-            **_rows("O^-1 L^-alpha", "derived: not in the table; as in complete-d-p", Role.QK_NORM),
+            **_rows("O^-1 L^-alpha", "derived: not in the table; same as in complete-d-p", Role.QK_NORM),
             **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
             **_rows("L^-alpha", _ROUTED, Role.ROUTER),
         },
@@ -318,14 +320,18 @@ COMPLETE_D_P = Rule(
             **_rows("L^(alpha-1)", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_T1}learning rates: Unemb. LN", *_FINAL),
             **_rows("I^-1", f"{_T1}learning rates: Unemb. weights", Role.UNEMBEDDING),
-            **_rows("1", "derived: fan in 1; measured: its gradient is constant in width", Role.UNEMBEDDING_BIAS),
+            **_rows(
+                "1",
+                "derived: a bias has fan in 1; measured: its gradient does not depend on the width",
+                Role.UNEMBEDDING_BIAS,
+            ),
             **_rows("1", _TIED, Role.TIED_EMBEDDING),
         },
         "eps": {
             **_rows("O^-1 L^-alpha", f"{_T1}AdamW eps: Hidden weights/biases/norms", *_BLOCK),
             **_rows(
                 "O^-1 L^-alpha",
-                f"{_T1}AdamW eps: QK norms (m_L^-alpha); derived: O is 1 at a fixed head dimension",
+                f"{_T1}AdamW eps: QK norms (m_L^-alpha); O^-1 derived, 1 at a fixed head dimension",
                 Role.QK_NORM,
             ),
             **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
@@ -336,7 +342,11 @@ COMPLETE_D_P = Rule(
             **_rows(
                 "O^-1", "measured: gradient exponent -1.05 (init), -0.91 (step 150); Table 1 has 1", Role.FINAL_NORM
             ),
-            **_rows("O^-1", "derived: as the final norm's gain, whose gradient has one factor more", Role.FINAL_BIAS),
+            **_rows(
+                "O^-1",
+                "derived: same as for the final norm's gain: its gradient is the bias's times an activation of RMS 1",
+                Role.FINAL_BIAS,
+            ),
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
         },
         "weight_decay": {

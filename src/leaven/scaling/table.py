@@ -191,9 +191,9 @@ def optimizer_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for ``torch.optim``. Rows of the same module with equal values share a group.
 
-    Each group has the options of its optimizer (Muon or AdamW), and the keys module, param_names and peak_lr. If
-    ``parameters`` (by name) is given, each group also has the key params. Then, raise ValueError if ``rows`` has
-    other names than ``parameters``, or a name twice.
+    Each group has the options of its optimizer (Muon or AdamW), and the keys module, param_names and peak_lr. With
+    ``parameters`` (by name), each group also has the key params. Raise ValueError if the names of ``parameters`` and
+    ``rows`` differ, or if ``rows`` has a name twice.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:

@@ -23,7 +23,7 @@ from leaven.scaling.transfer import searched_paths
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
 )
-"""For each rule: the lowest and the highest tested ratio to the base on each axis, and the source."""
+"""For each scaling rule: the tested ranges of width, depth, batch and tokens as ratios to the base, and a source."""
 # Warn if the tokens per parameter change by more than this factor. At this factor, the best weight decay is about
 # twice or half as large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
@@ -92,8 +92,10 @@ def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
 
 
 def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a warning if ``after`` has values of ``tuned`` in place of other ones of ``target``, and no study
-    searched them."""
+    """Return a warning if a transfer replaced values of ``target`` by values that no study searched.
+
+    The new values come from ``tuned``. ``after`` is the target's recipe after the transfer.
+    """
     searched = {path.partition("[")[0] for path in searched_paths(tuned)}
     if not searched:  # `untuned` warns of it
         return []
@@ -112,7 +114,7 @@ def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def _stated(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of [hyperparameters] and [scaling] by path, without those that have no effect."""
+    """Return the values of [hyperparameters] and [scaling] by path, except multipliers and depth profiles of 1."""
     own, scaling = recipe.hyperparameters, recipe.scaling
     tables: dict[str, Any] = {"hyperparameters": own, "hyperparameters.muon": own.muon, "scaling": scaling}
     tables |= {f"hyperparameters.modules.{name}": multipliers for name, multipliers in own.modules.items()}
@@ -134,8 +136,8 @@ def _written(value: Any) -> str:
 
 
 def unlike_training(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return warnings if values come from ``before``, and ``after`` has another mean lr as a share of the peak, other
-    documents, another dropout, or start weights where ``before`` has none, or the other way round."""
+    """Return warnings if values of ``before`` may not suit ``after``: their means of lr / peak lr differ by more than
+    `MEAN_LR_FACTOR`, their ``data.documents`` or dropout differ, or only one of them has start weights."""
     found = _unlike_schedule(before, after)
     if before.data.documents != after.data.documents:
         found.append(_caution("documents", 1, 0, there=before.data.documents, here=after.data.documents))
@@ -167,8 +169,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Yield a warning for each ratio to the base (width, depth, batch, tokens) that is outside its tested range.
 
-    The batch was tested at equal tokens, so these tests also varied the number of steps. A batch ratio outside its
-    range gives no warning if the ratio of the steps is in the range of these tests.
+    The batch was tested at a fixed number of tokens, so the number of steps varied, too. A batch ratio outside its
+    range gives no warning if the number of steps is within the range of these tests.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -181,7 +183,7 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Yield a caution if the batch of a run with Muon is far from the base's, and another if its tokens are.
+    """Yield a warning each for the batch and the tokens of a run with Muon, if they are far from the base's.
 
     Yield nothing if the rule does not scale with batch and tokens.
     """
@@ -195,7 +197,8 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Yield a warning if the width or the depth is far above the base's, because the best lr then changes.
 
-    Only complete-d-p with norms on the outputs of residual branches is checked, and the depth only at alpha = 1.
+    Only recipes with complete-d-p and norms on the outputs of residual branches are checked. Their depth is checked
+    only at alpha = 1.
     """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return

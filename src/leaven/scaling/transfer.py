@@ -208,11 +208,11 @@ def _moved_reason(tuned: Recipe, path: str, factor: float, target: Recipe | None
 
 
 def study_start(tuned: Recipe, path: str, target: Recipe | None = None) -> int:
-    """Return the number of tokens at ``path`` with which the search for it began, at the size of ``tuned``.
+    """Return the number of tokens at ``path`` at which its search began, scaled to the size of ``tuned``.
 
-    It is in the reason that ``leaven tune`` or an earlier transfer wrote. If a study began at the answer of another
-    study, the search began with the other one, unless ``target`` has that answer, too. Raise InputError if the reason
-    does not say the number.
+    It is read from the reason that ``leaven tune`` or an earlier transfer wrote. If the study began at the result of
+    an earlier study, return the start of the earlier study. But if ``target`` has a studied value at ``path``, too,
+    return the start of the later study. Raise InputError if the reason does not contain the number.
     """
     why, value = tuned.why.get(path, ""), int(read(tuned, path))
     if path not in searched_paths(tuned):
@@ -227,7 +227,7 @@ def study_start(tuned: Recipe, path: str, target: Recipe | None = None) -> int:
     if "as at the start" in why:
         return value
     raise InputError(
-        f'{tuned.name}: [why] "{path}" does not say how many tokens the study had at its start; restore it as in '
+        f'{tuned.name}: [why] "{path}" does not contain the value at which the study began; copy this line from '
         "best.toml, or remove it to keep the target's value"
     )
 
@@ -258,8 +258,10 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the table ``[scaling.base]`` with which a recipe of the shape ``target`` keeps the base of ``recipe``.
-    It has d_ff, d_head and n_kv_heads only if ``target``, scaled down to this base, does not have the same values."""
+    """Return the table ``[scaling.base]`` that gives a recipe of the shape ``target`` the same base as ``recipe``.
+
+    The table has d_ff, d_head and n_kv_heads only if ``target``, scaled to the base, would have other values.
+    """
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
@@ -312,9 +314,8 @@ def _start_and_increments(batch: Batch) -> tuple[float, int]:
 def _increments(sequences: int, share: float, increments: int) -> tuple[int, int]:
     """Return (number of increments, sequences in an increment) of a ramp to a batch of ``sequences``.
 
-    The first batch is what remains. It is as near as possible to ``share`` of the batch, with a number of increments
-    from 4/5 to 5/4 of ``increments``, or with one of the two sizes next to the size that would keep their number. It
-    is off by at most half an increment, or by less than one if it would be smaller than half an increment.
+    The first batch of the ramp is ``sequences`` minus all increments. It is as near as possible to ``share`` of
+    ``sequences``, with a number of increments near ``increments``, usually from 4/5 to 5/4 of it.
     """
     if not increments:
         return 0, 1

@@ -90,7 +90,7 @@ def tag(found: list[Found]) -> str:
 
 
 def row(found: Found, now: float) -> FolderRow:
-    """Return the row of a folder. ``now`` is the current Unix time."""
+    """Return the row for a folder in the list of folders. ``now`` is the current Unix time."""
     try:
         view = read_folder(found.folder)
     except (InputError, OSError) as error:

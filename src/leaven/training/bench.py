@@ -1,4 +1,5 @@
-"""Measures the speed of training steps by micro-batch and global batch. Suggests a micro-batch and a batch ramp."""
+"""Measures the speed of training steps by micro-batch and global batch. Suggests a micro-batch and
+the first batch size of a ramp."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ def bench(
 
     Args:
         micro_batches: in sequences, like ``global_batches``.
-        limit_seconds: after this time no further pair is measured, except the first.
+        limit_seconds: no pair is begun after this time, but at least one pair is measured.
         share: the suggested ramp starts at the smallest batch that reaches this fraction of the highest speed.
         on_row: called with (pairs done, all pairs), before each pair and at the end.
         stop: polled before each pair. No further pair is measured once it returns True.

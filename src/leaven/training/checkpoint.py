@@ -300,7 +300,7 @@ def _is_gone(path: Path) -> bool:
 def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
     """Wait until all processes see the same files at ``path``. A network disk may show new files late.
 
-    ``differs`` returns whether this process sees something else than rank 0. It is called about once a second on
+    ``differs`` returns whether this process sees other files than rank 0. It is called about once a second on
     every process. After `SEEN_AFTER` seconds, all processes raise InputError, with ``path`` in the message.
     """
     if group.size == 1:
@@ -369,7 +369,7 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
-    """Raise ValueError if the parameters, or existing moments or averages, do not fit the recipe."""
+    """Raise ValueError if the parameters do not fit the recipe. Moments and averages, if any, must fit too."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -461,10 +461,10 @@ class CheckpointManager:
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save, or None if there is none or an earlier call has returned it.
+        """Return the result of the last save. Return None if there was no save, or if an earlier call returned it.
 
-        While the save is in progress, wait for it if ``wait`` is true; otherwise return None. If all processes wait,
-        they have the same saved step afterwards. Raise ProcessLost if rank 0 does not answer.
+        While the save is in progress, wait for it if ``wait`` is true; otherwise return None. Once all processes have
+        waited, all have the result of the same save. Raise ProcessLost if rank 0 does not answer.
         """
         if self._writing is None or not (wait or self._writing.done()):
             return None
@@ -479,8 +479,9 @@ class CheckpointManager:
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
         """Prepare the folder to continue from ``after_tokens``. Call :meth:`outcome` first.
 
-        Rename the ``damaged`` checkpoints. Remove unfinished checkpoints, and those that ``rewinds`` have undone.
-        Raise InputError on all processes, and change nothing, if another checkpoint is later than ``after_tokens``.
+        Rename the ``damaged`` checkpoints. Remove unfinished checkpoints, and checkpoints after ``after_tokens`` that
+        one of the ``rewinds`` has undone. If there is any other checkpoint after ``after_tokens``, change nothing and
+        raise InputError on all processes.
         """
         self._group.barrier()
         new: Path | None = None
@@ -540,8 +541,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
-    """Return the first of ``tokens`` (ascending) in each interval of ``every_tokens`` tokens, but not in the
-    first interval. With intervals of 2 tokens, 0, 2, 3 and 5 become 2 and 5."""
+    """Return the first of ``tokens`` (ascending) in each interval of ``every_tokens`` tokens, except the first
+    interval. With intervals of 2 tokens, 0, 2, 3 and 5 become 2 and 5."""
     if every_tokens is None:
         return []
     return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]

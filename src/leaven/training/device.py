@@ -54,9 +54,9 @@ class Peak:
 def mfu_convention(peak: Peak) -> str:
     """Return a line of text that defines the MFU."""
     return (
-        "tokens/s x model FLOPs a token (6 for each weight in a matmul, including the unembedding, + 12 x layers x "
-        "heads x d_head x seq_len for attention, of which the causal MFU counts half) over "
-        f"{peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
+        "tokens/s x model FLOPs per token / peak. Model FLOPs per token: 6 per weight in a matmul, including the "
+        "unembedding, plus 12 x layers x heads x d_head x seq_len for attention; the causal MFU counts half of the "
+        f"attention. Peak: {peak.flops / 1e12:.3g} TFLOP/s, {peak.source}"
     )
 
 
@@ -112,7 +112,7 @@ def require_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a CUDA device, or the processor model (for mps: with "GPU")."""
+    """Return the name of a CUDA device. For cpu, return the processor model; for mps, add " GPU" to it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()} GPU" if device.type == "mps" else processor()
@@ -133,7 +133,7 @@ def device_peak(device: torch.device, compute: str) -> Peak:
     times = times_fp32(device, compute, threads)
     best = "fp32" if times > 1 else compute
     slower = f" ({compute} is slower{': emulated' if times > EMULATED else ''})" if times > 1 else ""
-    source = f"best {best} matmul measured here{slower}, no data sheet"
+    source = f"fastest {best} matmul measured on this device{slower}; no data sheet is known"
     return Peak(best_matmul(device, DTYPES[best], threads), source, times if times > EMULATED else None)
 
 

@@ -122,8 +122,8 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """Estimate the final validation loss that a pruned trial would have reached. The larger the gap to the
-    baseline, the smaller the share of the gap that would close."""
+    """Estimate the final validation loss that a pruned trial would have reached. A trial is expected to close only
+    part of its gap to the baseline: a smaller share of a larger gap."""
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 

@@ -167,9 +167,9 @@ class Training:
     def issue(self) -> Callable[[], Step]:
         """Start an optimizer step on the device. Return a function that waits for the step and returns its metrics.
 
-        Call the returned functions in the order of their steps. The step leaves the weights unchanged if its loss or
-        its gradient norm is not finite, or not below :attr:`limits`. Raise TextUnreadable if the batch cannot be
-        read, and StopRequested in the same cases as :meth:`check_stop`.
+        Call the returned functions in the order of their steps. The step changes the weights only if its loss
+        and its gradient norm are finite and below :attr:`limits`. Raise TextUnreadable if the batch cannot be read,
+        and StopRequested in the same cases as :meth:`check_stop`.
         """
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
@@ -270,9 +270,9 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch that has ``sequences`` sequences over all processes.
+        """Return a batch with this process's samples, which are the first ``count`` of ``windows``.
 
-        This process uses only the first ``count`` sequences in ``windows``.
+        ``sequences`` is the number of samples over all processes.
         """
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:

@@ -63,7 +63,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         if begun_under_torchrun(run):
             raise InputError(
                 f"run folder {run.path} was deleted or moved since torchrun started; bring it back (is its disk "
-                "mounted?) and run torchrun again, which starts a new run if the folder is still missing"
+                "mounted?) and run torchrun again; if the folder is still missing then, a new run starts"
             )
         storage.require_writable(run.path)
         return
@@ -75,7 +75,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         possible = all(changeable(path) for path, _, _ in changes)
         or_back = ", or --rewind-to to change the recipe from a checkpoint on" if possible else ""
         moved = all(path == "data.source" and isinstance(now, str) for path, _, now in changes)  # one source
-        if_moved = f", or write the new place in {run.recipe_file} if the text was only moved" if moved else ""
+        if_moved = f", or, if the text was only moved, write its new path in {run.recipe_file}" if moved else ""
         raise InputError(
             f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
             f"use another --run{or_back}{if_moved}"
@@ -98,8 +98,10 @@ def faults(run: RunFolder) -> Iterator[str]:
 
 
 def changed_files(run: RunFolder) -> dict[str, str]:
-    """Return {file name: a sentence about how it changed}: since the run finished, else since its newest checkpoint;
-    or before a resume, as ``file_changed`` events say."""
+    """Return {file name: a sentence about its change} for files that are not as the run wrote them.
+
+    This includes missing steps in metrics.jsonl, and earlier changes that ``file_changed`` events report.
+    """
     finish = finish_of(run.read_events())
     when = "as the run wrote it" if finish is None else "as it was when the run finished"
     found = {file: f"{run.path / file} is not {when}: {why}" for file, why in changed_since(run, finish).items()}
@@ -114,10 +116,10 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any]) -> None:
 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each file of a run that does not fit a checkpoint, and how to repair it.
+    """Yield an error message for each file of a run that does not fit a checkpoint with this ``state``.
 
-    Such a file belongs to another run, was changed after the checkpoint, or cannot be read. ``state`` is the state of
-    the checkpoint.
+    Such a file belongs to another run, was changed after the checkpoint, or cannot be read. The message says how to
+    repair it.
     """
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
@@ -182,7 +184,8 @@ def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
 
 
 def newest_state(run: RunFolder) -> dict[str, Any]:
-    """Return the state of the callbacks in the newest undamaged checkpoint that no rewind has undone, or {}."""
+    """Return the state of the callbacks in the newest checkpoint, or {}. Skip checkpoints that are damaged or that a
+    rewind has undone."""
     returns = [event for event in run.read_events() if event["event"] in RETURNS]
     state = newest_document(run, returns[-1] if returns else None).get("state")
     return state if isinstance(state, dict) else {}
@@ -232,8 +235,8 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between the recipe that was trained and recipe.toml.
 
-    Leave out a value if recipe.toml still has the value from before the last change of the recipe. The process may
-    have been killed before it wrote recipe.toml. Return [] if no recipe of the trained state can be read.
+    A value that the last change of the recipe replaced may still be in recipe.toml, because the process may have been
+    killed before it wrote the file. Return [] if the trained recipe is unknown.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
@@ -250,7 +253,7 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values that a resumed run must keep. If the text has one source, its path is not among them."""
+    """Return the values that a resumed run must keep. The path of the text may change if there is only one source."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -282,8 +285,8 @@ _CURVES_BEGIN = 128  # bytes; a file of TensorBoard without a step has two recor
 
 
 def progress(run: RunFolder) -> str | None:
-    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None. A run
-    does not train before its first checkpoint is saved."""
+    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None. Such a
+    run has had a checkpoint, because the first one is saved before the first step."""
     if saved := saved_checkpoints(run):
         return f"{run.events_file.name} says that the run has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
@@ -291,10 +294,10 @@ def progress(run: RunFolder) -> str | None:
         return f"{run.metrics_file.name} says that the run has trained {read.documents[-1]['step']:,} steps"
     for file, first_keys in ((run.metrics_file, (IDENTITY, "step")), (run.events_file, ("event",))):
         if is_other_text(file, *first_keys) or (read.damaged and file == run.metrics_file):
-            return f"{file.name} has lines that are no {file.stem}"
+            return f"{file.name} has lines that leaven cannot read"
     curves = (run.path / "tensorboard").glob("events.*")
     if any(file.stat().st_size > _CURVES_BEGIN for file in curves):
-        return "tensorboard/ says that the run has trained"
+        return "tensorboard/ says that the run has trained at least one step"
     if run.plan_file.exists() and not run.events():  # the plan is written after the first event
         return f"{run.plan_file.name} says that the run has begun"
     return "the run had saved one before torchrun restarted it" if begun_under_torchrun(run) else None
@@ -311,8 +314,10 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def saved_checkpoints(run: RunFolder) -> list[int]:
-    """Return the token counts of the checkpoints that a run saved or loaded, by events.jsonl, without those undone by
-    rewinds. The last one is the newest event."""
+    """Return the token counts of the checkpoints that a run saved or loaded, in the order of events.jsonl.
+
+    Checkpoints that a rewind has undone are left out.
+    """
     saved: list[int] = []
     for event in run.events():
         if event["event"] in RETURNS:
@@ -336,17 +341,17 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
     undone = [path for path in there if path not in damaged]
     found = [
         f"{why}: {', '.join(path.name for path in paths)}"
-        for why, paths in (("damaged", damaged), (f"undone by a rewind in {run.events_file.name}", undone))
+        for why, paths in (("damaged", damaged), (f"undone by a rewind, according to {run.events_file.name}", undone))
         if paths
     ]
-    return f"no checkpoint can be used ({'; '.join(found)}); bring back one of this run" if found else None
+    return f"no checkpoint can be used ({'; '.join(found)}); restore one from a backup" if found else None
 
 
 def missing_checkpoint(saved: Sequence[int], found: int) -> str | None:
-    """Return the name of the last of ``saved`` if it is above ``found``, else None.
+    """Return the name of the last checkpoint in ``saved`` if it has more than ``found`` tokens, else None.
 
-    Get ``saved`` from :func:`saved_checkpoints` before you read the checkpoint at ``found`` tokens, because a run may
-    save another checkpoint in between, which is not missing.
+    Get ``saved`` from :func:`saved_checkpoints` before you read the checkpoint at ``found`` tokens. A checkpoint that
+    the run saves in between is not missing.
     """
     return checkpoint_name(saved[-1]) if saved and saved[-1] > found else None
 
@@ -381,10 +386,9 @@ def _torchrun_mark() -> Path | None:
 def changed_since(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str, str]:
     """Return {file or folder name: what has changed} for the files that a run wrote.
 
-    ``finish`` is the run's ``finish`` event. It has a digest of metrics.jsonl, and one of the earlier lines of
-    events.jsonl. Without it, the state of the newest checkpoint has digests of the earlier lines of both. A file that
-    cannot be read counts as changed. The checkpoints of a finished run count as changed if there are some, but not
-    the last one.
+    The files are compared with digests in ``finish``, the run's ``finish`` event, and in the state of the newest
+    checkpoint. A file that cannot be read counts as changed. The checkpoints of a finished run count as changed if
+    the last one is missing and others exist.
     """
     found: dict[str, str | None] = {}
     state, finish = newest_state(run), finish or {}
@@ -423,11 +427,11 @@ def _missing_steps(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
-    """Return (file name, how its lines were changed) for the ``file_changed`` events of a run, the newest first.
+    """Return (file name, what was changed) for the ``file_changed`` events of a run, the newest first.
 
-    :func:`changed_since` does not find these changes: a resumed run computes its digests after them. A rewind clears
-    a change of metrics that was found after its checkpoint: the later steps are trained again, and the earlier lines
-    are compared with the checkpoint.
+    :func:`changed_since` does not find these changes, because a resumed run computes new digests. A change of
+    metrics.jsonl is left out if the run was later rewound to a checkpoint before it: the lines up to this checkpoint
+    are compared with its digest, and the later lines are written again.
     """
     found: list[tuple[int, str, str]] = []  # tokens at which a change was found, file, change
     for event in run.read_events():
@@ -447,13 +451,13 @@ FAULTS = {
     "checkpoint_failed": "the checkpoint at {tokens} tokens is not saved: {why}; the run continues, and older "
     "checkpoints are kept",
     "unwritten": "files cannot be written at {tokens} tokens: {why}; the run continues and writes them later",
-    "waits": "the run is done, and waits until it can write its last checkpoint and lines: {why}; Ctrl-C gives them "
-    "up",
+    "waits": "the run is done, but its last checkpoint or log lines cannot be written yet: {why}; the run retries, "
+    "and Ctrl-C ends it without them",
     "lines_lost": "the last lines of metrics and events are lost: {why}",
     "curves_lost": "{writer} receives no curves from {tokens} tokens on: {why}",
-    "history_lost": "the step time of this run is not saved, so it does not correct the times of later plans: {why}",
-    "file_changed": "{file} is not as the run wrote it up to {tokens} tokens: {why}; the run continues",
-    "finished_file_changed": "{file} is not as the run wrote it up to {tokens} tokens: {why}",
+    "history_lost": "the step time of this run is not saved, so later plans cannot be corrected by it: {why}",
+    "file_changed": "{file} is not as the run wrote it: {why} (found at {tokens} tokens); the run continues",
+    "finished_file_changed": "{file} is not as the run wrote it: {why} (found at {tokens} tokens)",
 }
 
 

@@ -1,4 +1,4 @@
-"""Measures how many tokens each expert gets, and balances these loads by biases of the routers."""
+"""Measures how many tokens each expert gets, and balances these loads with router biases."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,11 @@ BIASES = "router.bias"  # name of the biases in a checkpoint
 
 @dataclass
 class LoadBalance:
-    """Measures the load of each expert: its number of tokens in a step, over all processes. Adapts experts'
-    biases, if used: a bias rises by ``bias_step`` if its expert's load is below the layer's mean, and falls
-    by as much if the load is above (Wang et al. 2024, arXiv 2408.15664)."""
+    """Measures the load of each expert: its number of tokens in a step, over all processes.
+
+    If the router uses a bias for each expert, updates the biases: a bias rises by ``bias_step`` if its expert's load
+    is below the layer's mean, and falls by as much if it is above (Wang et al. 2024, arXiv 2408.15664).
+    """
 
     model: ShardedModel
     bias_step: float  # change of a bias in a step; 0 if the biases are not used
@@ -54,7 +56,7 @@ class LoadBalance:
         return load_LE, balance_L.sum() / with_experts.sum().clamp(min=1), highest
 
     def update(self, load_LE: Tensor, applied: Tensor) -> None:
-        """Move the biases towards equal loads, unless ``applied``, a boolean scalar, is false."""
+        """Move the biases towards equal loads, if ``applied`` (a boolean scalar) is true."""
         if self.bias_step:
             wanted_LE = (load_LE.mean(1, keepdim=True) - load_LE).sign().to(self.bias_LE.dtype)
             self.bias_LE.add_(wanted_LE * applied, alpha=self.bias_step)  # in place: the routers have views of it

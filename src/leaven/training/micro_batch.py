@@ -39,15 +39,15 @@ the cache (measured: docs/log.md)."""
 TIMED_STEPS = 1_000  # runs of fewer steps are not timed, because timing costs about eight steps
 ROUNDS = 3  # timed passes of a candidate, after one that is not counted
 LIMIT_SECONDS = 60.0
-"""No further candidate is timed if its passes would probably end more than this many seconds after timing began."""
+"""Timing stops before a candidate that would probably bring the total time above this limit."""
 
 WORTH = 0.02
 """The choice is the smallest micro-batch that is at most this share slower than the fastest. A smaller micro-batch
 saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
-"""Bytes that the uncompiled forward pass keeps for each value of the planner's formula, measured on a CPU over four
-shapes (docs/log.md). They include copies and, with autocast, a residual stream and norms in fp32."""
+"""Bytes per activation element in the planner's formula, for an uncompiled forward pass. They were measured on a CPU
+over four shapes (docs/log.md), and include copies and, with autocast, a residual stream and norms in fp32."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
 """By the planner's formula, a micro-batch may need at most this share of the free memory. On a CPU and on mps, taking
@@ -107,8 +107,10 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return ``recipe`` with micro-batch "auto" replaced by that of ``run``, if the run has started. Another size
-    would change the last bits of the loss. A pipeline may lower the size."""
+    """Return ``recipe``. If its micro-batch is "auto" and ``run`` has started, use the micro-batch of ``run``.
+
+    Another micro-batch would change the last bits of the loss. With pipeline parallelism, it may have to be smaller.
+    """
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
@@ -129,7 +131,7 @@ def with_micro_batch(recipe: Recipe, size: int, why: str) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Estimate the bytes for training on one device, without the weights, by the planner's formula."""
+    """Estimate the bytes that training on one device needs in addition to the weights."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16.with_muon(recipe.hyperparameters.ns_steps),
@@ -205,8 +207,7 @@ def choose_micro_batch(training: "Training") -> Choice:
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
     """Return the first micro-batch that fits into memory, or None if none fits.
 
-    The first size to be tried is ``candidates[-1]`` or the size of :func:`rule_of_thumb`, whichever is smaller. Each
-    further size is half the previous one.
+    These sizes are tried: the smaller of ``candidates[-1]`` and :func:`rule_of_thumb`, then half of it, and so on.
     """
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
@@ -283,7 +284,7 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
     """Allocate CUDA memory for ``copies`` copies of the parameters, to see whether it is available. On other devices,
-    return None: their memory takes no space before it is written."""
+    return None: there, allocated memory takes no space until it is written."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

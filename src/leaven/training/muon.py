@@ -38,8 +38,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Yield ``function`` of each matrix. For a process that stores whole matrices, pass this function as
-    :data:`OnWhole`."""
+    """Yield ``function`` of each matrix. This is the :data:`OnWhole` for a process that stores whole matrices."""
     return map(function, matrices)
 
 
@@ -76,7 +75,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the state from a checkpoint, a pickle or a copy. AdamW's ``__setstate__`` gets only its own groups."""
+        """Set the state from a checkpoint, a pickle or a copy. AdamW's method gets only the groups without Muon."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]
@@ -144,7 +143,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         of_groups = {group.get("ns_steps", self.ns_steps) for group in self._of_muon} or {self.ns_steps}
         if len(of_groups) > 1:
             raise ValueError(
-                f"the groups have several ns_steps, {sorted(of_groups)}; give all groups of Muon the same"
+                f"the groups have different ns_steps, {sorted(of_groups)}; give all groups of Muon the same value"
             )
         (ns_steps,) = of_groups
         steps = self.on_whole(lambda matrix: orthogonal(matrix, ns_steps), [m[0] for m in matrices], directions())

@@ -29,12 +29,12 @@ Moments = Mapping[tuple[str, str], Tensor]
 
 @dataclass
 class Optimizer:
-    """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table.
+    """Adam, AdamW, or AdamW with Muon. The parameter groups are from the parameter table.
 
-    A batch ramp may scale the betas: step i uses beta_i = beta ** (1 / h_i). Here h_i is the half-life of the moment
-    at step i, divided by its half-life at the full batch. After n steps, the correct bias correction divides by
-    1 - (beta_1 x ... x beta_n), but torch divides by 1 - beta_n ** (its step count). The two are equal if the step
-    count is h_n x sum(1 / h_i). So whenever the batch changes, :meth:`recount` sets the count to this value.
+    A batch ramp may scale a beta: step i uses b_i = beta ** (1 / h_i). Here h_i is the half-life of the moment at
+    step i, divided by its half-life at the full batch. After n steps, the correct bias correction divides by
+    1 - (b_1 x ... x b_n), but torch divides by 1 - b_n ** c, where c is its step count. The two are equal if
+    c = h_n x sum(1 / h_i). So whenever the batch changes, :meth:`recount` sets c to this value.
     """
 
     adam: torch.optim.Adam
@@ -70,8 +70,10 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``: the new half-life of the moments, in steps, divided by the old
-        one. A batch ramp changes the half-life."""
+        """Multiply Adam's step counts by ``factor``, because a batch ramp has changed the half-life of the moments.
+
+        ``factor`` is the new half-life divided by the old one, both in steps.
+        """
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor
@@ -160,10 +162,7 @@ class Clipper:
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step count of the running norm by ``factor``: its new half-life in steps / its old half-life.
-
-        The half-life is that of Adam's beta2, and changes with the batch: see :meth:`Optimizer.recount`.
-        """
+        """Multiply the step count of the running norm by ``factor``, as :meth:`Optimizer.recount` does for Adam."""
         if self.running is not None:
             self.running = self.running * self.running.new_tensor([1.0, factor])
 
@@ -209,8 +208,8 @@ class LossScale:
 
 
 KEEP = 0.95
-"""Weight of the previous average when a measurement is added. About the last twenty measurements count, because the
-error of a single one is as large as its value."""
+"""Weight of the previous average when a measurement is added: about the last twenty measurements count. A single
+measurement is too noisy, because its error is as large as its value."""
 
 
 @dataclass

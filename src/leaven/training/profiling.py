@@ -106,9 +106,10 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write plan.json. If a calibration history is kept, add the record of the run's last batch size to it.
+        """Write plan.json. Add the measurement at the last batch size to the calibration history, if it is kept.
 
-        A record of fewer than ``ENOUGH`` steps is not added. If adding fails, report the event ``history_lost``.
+        A measurement of fewer than ``ENOUGH`` steps is not added. If the history cannot be written, report the event
+        ``history_lost``.
         """
         for record in self.write():
             add = self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH

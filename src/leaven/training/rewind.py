@@ -82,7 +82,7 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
         try:
             whole = [*map(Rewind.of, event["earlier_rewinds"]), Rewind.of(event)]
         except WRONG_TYPES:
-            raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
+            raise InputError(f"{run.events_file}: a {event['event']} event is damaged; {DAMAGED_EVENTS}") from None
         if len(whole) > len(rewinds):
             rewinds = whole
     return tuple(rewinds)
@@ -91,8 +91,8 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
 def _skipping(rewinds: Sequence[Rewind]) -> list[Rewind]:
     """Return the rewinds whose data are still skipped.
 
-    A manual rewind takes back what earlier manual rewinds have skipped after its target. What the spike guard skipped
-    stays skipped.
+    After a manual rewind, data are no longer skipped by earlier manual rewinds with the same or a later target. Data
+    that the spike guard skipped stay skipped.
     """
     left: list[Rewind] = []
     for rewind in rewinds:
@@ -139,26 +139,23 @@ def undone(tokens: int, later: Sequence[Rewind]) -> bool:
 
 
 def text_left_out(run: RunFolder) -> str | None:
-    """Return a phrase for the text that manual rewinds of a run have skipped, or None. What the spike guard skipped
-    within that text counts, too. Damage is no error here."""
+    """Return a phrase with the number of tokens that manual rewinds of a run have skipped, or None if there are none
+    or the list of rewinds is damaged."""
     with suppress(InputError):
         manual = [
             rewind for rewind in _skipping(rewinds_of(run)) if rewind.asked and rewind.skip_to > rewind.skip_from
         ]
         if manual:
             count = sum(rewind.skip_to - rewind.skip_from for rewind in manual)
-            return (
-                f"{format_quantity(count)} tokens of its text left out after {format_quantity(manual[0].to_tokens)}"
-            )
+            return f"{format_quantity(count)} tokens of its text after {format_quantity(manual[0].to_tokens)} tokens"
     return None
 
 
 def changed_values(run: RunFolder) -> list[str]:
-    """Return a phrase for each value of the recipe that ``--rewind-to`` changed after a part of the run.
+    """Return a phrase for each value of the recipe that ``--rewind-to`` changed in the middle of the run.
 
     Example: "hyperparameters.lr 0.01 up to 5.12 k tokens and then 0.02". Steps that a later rewind has undone do not
-    count: after a rewind to the start, all steps have the same value. Values that do not affect the weights are left
-    out.
+    count. Values that do not affect the weights are left out.
     """
     found: dict[str, list[tuple[int, Any]]] = {}  # by path: (tokens from which a value is used, value)
     for event in run.read_events():
@@ -259,10 +256,9 @@ class ManualRewind:
             counts = ", ".join(str(tokens_of(path)) for path in checkpoints(run.checkpoints))
             there = f"there are checkpoints at {counts} tokens"
             if not counts:
-                there = "the run folder has none, so leave out --rewind-to"
-            raise InputError(
-                f"--rewind-to {self.rewind_to}: no undamaged checkpoint at or before this count; {there}"
-            )
+                there = "there are no checkpoints, so leave out --rewind-to"
+            asked = self.rewind_to
+            raise InputError(f"--rewind-to {asked}: no undamaged checkpoint at or before {asked} tokens; {there}")
         require_own_files(run, found.state)
         tokens = found.progress.tokens
         if tokens != self.rewind_to and self.rewind_to in {*map(tokens_of, damaged), *saved_checkpoints(run)}:

@@ -64,8 +64,11 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 
 
 class LockedFolder:
-    """A context manager that locks a folder for this process. Create it if missing. Raise InputError if another
-    process has locked the folder. ``kind`` names it in messages, such as "run folder"."""
+    """A context manager that locks a folder for this process, and creates the folder if it is missing.
+
+    ``kind`` is what messages call the folder, such as "run folder". Raise InputError if another process has locked
+    the folder.
+    """
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path, self._kind, self._held = path, kind, ExitStack()
@@ -160,8 +163,8 @@ class RunFolder:
     def recipe(self) -> Recipe:
         """Return the recipe with which the run trains now.
 
-        If manual rewinds changed the recipe, this is the recipe that the last of them logged as an event; recipe.toml
-        may be older. But the paths of the text and the tokenizer come from recipe.toml, if it exists.
+        Until a manual rewind changes the recipe, it is read from recipe.toml. Then it is read from the event of the
+        last change, but the paths of the text and the tokenizer still come from recipe.toml, if that file exists.
         """
         change = self.last_change()
         if change is None:
@@ -227,7 +230,7 @@ class RunFolder:
                 storage.write(self.checkpoints / OWNER, os.fsencode(ours) + b"\n")
 
     def _owner(self) -> str | None:
-        """Return the path in the file ``OWNER``: "" if the checkpoints are free, None if it cannot be read."""
+        """Return the path in the file ``OWNER``: "" if nothing uses the checkpoints, None if it cannot be read."""
         with suppress(OSError):
             return os.fsdecode(storage.read(self.checkpoints / OWNER).partition(b"\n")[0])
         return None
@@ -285,8 +288,8 @@ class RunFolder:
             raise
 
     def with_reasons(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with the reasons of the run's recipe, and a reason in ``why`` for each of ``changes``:
-        "since 5,000 tokens; before: 0.1". ``since`` is the "5,000 tokens" of this example."""
+        """Return ``recipe`` with the run's reasons, and with a reason in ``why`` for each of ``changes``, such as "since
+        5,000 tokens; before: 0.1". ``since`` says when the change was made, such as "5,000 tokens"."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         return recipe.replace({"why": self.recipe().why | recipe.why | why})
 
@@ -336,7 +339,7 @@ class RunFolder:
         return _named_events(read)
 
     def text(self) -> str | None:
-        """Return the training text's fingerprint from the events, or None."""
+        """Return the fingerprint of the training text that events.jsonl records, or None if it records none."""
         return next((event["text"] for event in self.read_events() if isinstance(event.get("text"), str)), None)
 
     def read_events(self) -> list[dict[str, Any]]:
@@ -354,7 +357,7 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether the run has a checkpoint or has finished. It then does not start from the weights of [start]."""
+        """Whether the run has a checkpoint or has finished."""
         return bool(checkpoints(self.checkpoints)) or self.finish() is not None
 
     def finish(self) -> dict[str, Any] | None:

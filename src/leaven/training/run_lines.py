@@ -93,10 +93,10 @@ class RunLines:
             )
 
     def truncate_metrics(self, step: int, written: LinesDigest | None) -> str | None:
-        """Remove from metrics.jsonl the lines after ``step``, whose steps are trained again, and a torn last line.
+        """Remove from metrics.jsonl the lines after ``step`` and an incomplete last line.
 
-        ``written`` is the digest of the lines up to ``step``, from the checkpoint; None if there is no checkpoint.
-        Return how the remaining lines differ from it (see :func:`changed_lines`), or None.
+        ``written`` is the digest of the lines up to ``step`` in the checkpoint; None if there is no checkpoint.
+        Return how the file's lines differ from the digest (see :func:`changed_lines`), or None if they do not.
         """
         waiting = [line for path, line in self._waiting if path == self._run.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
@@ -146,8 +146,10 @@ def lines_digest(document: Any) -> LinesDigest | None:
 
 
 def changed_lines(lines: Sequence[bytes], written: LinesDigest | None, *, complete: bool = False) -> str | None:
-    """Return how a file differs if its ``lines`` do not begin with the ``written`` lines, or None. If ``complete``,
-    later lines are a difference, too. Without ``written``, nothing is compared."""
+    """Return how ``lines`` differ from the lines with the digest ``written``, or None if they do not differ.
+
+    Additional lines at the end count as a difference only if ``complete``. If ``written`` is None, return None.
+    """
     if written is None:
         return None
     compared = lines if complete else lines[: written.lines]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
 EVENTS = "tfevents"  # part of the name of every TensorBoard event file
-OF_HPARAMS = "a result of add_hparams, which counts only under a name that begins with hparam/"  # for messages
+OF_HPARAMS = "a result of add_hparams, which is read only if its name begins with hparam/"  # for messages
 _BFLOAT16 = 14  # DT_BFLOAT16 of TensorFlow
 
 
@@ -50,12 +50,11 @@ class EventFile:
 
 
 def read_event_file(file: Path, tag: str) -> EventFile:
-    """Return the tags of the numbers in a TensorBoard event file, and the numbers of ``tag``.
+    """Return all tags of a TensorBoard event file, and the values of ``tag``.
 
-    A tensor that is not a scalar has a text with its shape as its value. A file of ``add_hparams`` begins with a
-    description of the experiment, which names the results, and has each of them once. A file in which a logger mixes
-    hyperparameters and a loss curve has other tags, too. A file of ``add_hparams`` is left out, unless ``tag`` begins
-    with hparam/.
+    If a tensor is not a scalar, its value is a text with its shape. A file counts as written by ``add_hparams`` if it
+    begins with a description of the experiment, and has only results that the description names, each once. Such a
+    file is left out if ``tag`` does not begin with hparam/.
 
     Raises:
         LogDamaged: if a record is damaged.
@@ -92,7 +91,7 @@ def read_event_files(files: Iterable[Path], tag: str) -> list[EventFile]:
 
 
 def is_only_result(folder: Path, tag: str) -> bool:
-    """Return whether an event file of TensorBoard in or below ``folder`` has ``tag`` and is left out."""
+    """Return whether a TensorBoard file with ``tag`` in or below ``folder`` is ignored (``EventFile.left_out``)."""
     files = (read_event_file(file, tag) for file in folder.rglob(f"*{EVENTS}*"))
     return any(file.left_out and file.points for file in files)
 
@@ -184,7 +183,7 @@ def wandb_rows(
 
 @cache
 def _wandb_record() -> Any:
-    """Return the protobuf class of a W&B record, with the fields that are read of it.
+    """Return the protobuf class of a W&B record, with only the fields that leaven reads.
 
     Source: https://github.com/wandb/wandb/blob/main/wandb/proto/wandb_internal.proto.
     """

@@ -68,7 +68,7 @@ def refusal(recipe: Recipe) -> str | None:
 
 
 def most_trials(recipe: Recipe, free: float) -> int:
-    """Return how many trials a stack may have on a GPU with ``free`` bytes, by the planner's formula."""
+    """Estimate how many trials fit into a stack on a GPU with ``free`` free bytes. Return at most :data:`MOST`."""
     shape, tokens = recipe.model, recipe.batch.tokens
     windows = _integer(shape).itemsize * recipe.steps * tokens * (1 + 1 / shape.seq_len)
     states = 4 * 3 * shape.params  # copies of weights and gradients that the planner does not count

@@ -1,6 +1,6 @@
 """Trains a recipe in a run folder.
 
-The steps of ``leaven train recipe.toml``, in order. The ten files in bold are the whole way.
+The steps of ``leaven train recipe.toml``, in order. The ten files in bold are the main path.
 
 1. **cli/train.py** (``train``) reads recipe and ``--set`` with ``read_recipe`` of **recipe/files.py**, and counts
    processes and devices.
@@ -147,7 +147,7 @@ def train(
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event; most are also lines of events.jsonl. Without it,
-            warnings say what is lost, damaged or cannot be written, also of the text (``tokens.notes``).
+            Python warnings tell what is lost, damaged or cannot be written, and show ``tokens.notes``.
         stop: polled between steps, and by a single process also within a step. When it returns True, the state is
             saved, and ``finished`` of the result is False. If a disk is full or away at the end, the run waits for it
             until ``stop`` returns True.
@@ -157,8 +157,9 @@ def train(
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
     Raises:
-        InputError: if the recipe cannot be trained, a writer of curves is unknown or not installed, the tokens are
-            of another [data], or the folder cannot be written, is in use, or has a run of another recipe or text.
+        InputError: if the recipe cannot be trained, a writer of curves is unknown or not installed, the tokens were
+            prepared from another [data] or for another vocabulary size, or the folder cannot be written, is in use,
+            or has a run of another recipe or text.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     folder = storage.expanded(folder)
@@ -228,8 +229,8 @@ def _warnings_of_faults(
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed.
 
-    After a first Ctrl-C, the block continues, and KeyboardInterrupt is raised when it ends. Another Ctrl-C, more than
-    ``AGAIN_AFTER`` seconds later, raises KeyboardInterrupt at once. Outside the main thread, yield ``stop`` itself.
+    The first Ctrl-C raises KeyboardInterrupt only at the end of the ``with`` block. Another Ctrl-C, more than
+    ``AGAIN_AFTER`` seconds later, raises it at once. Outside the main thread, yield ``stop`` itself.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -339,8 +340,8 @@ def _require_one_recipe(
     others = [str(rank) for rank, [flag] in enumerate(flags) if flag]
     if others:
         raise Settled(
-            f"rank {', '.join(others)} has another recipe, text, tokenizer, [start], --rewind-to or leaven version "
-            "than rank 0"
+            f"rank {', '.join(others)} differs from rank 0 in recipe, text, tokenizer, [start], --rewind-to or "
+            "leaven version; give all ranks the same"
         )
 
 
@@ -390,7 +391,8 @@ class RunTrainer:
 
     def start(self, **about: Any) -> None:
         """Restore the newest usable checkpoint, or start a new run. Log a ``resume`` or ``start`` event with
-        ``about``. Raise InputError if no checkpoint can be used, or if the text or files do not belong to the run."""
+        ``about``. Raise InputError if no checkpoint can be used, if the run was trained on other text, or if its
+        files do not belong together."""
         recipe, saved = self.training.recipe, saved_checkpoints(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
@@ -534,7 +536,7 @@ class RunTrainer:
         return {"step": self.training.progress.step, "tokens": self.training.tokens}
 
     def _tell_if(self, why: str | None, event: str) -> None:
-        """Pass an event with the reason ``why`` to the callback ``on_event`` only, unless ``why`` is None."""
+        """If there is a reason ``why``, pass it to ``on_event``. Unlike :meth:`event`, do not write to the folder."""
         if why is not None:
             self._on_event(event, self._at | {"why": why})
 
@@ -627,8 +629,8 @@ def check(
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
     """Return (run folder, recipe, rewind) for training ``recipe`` in ``folder``.
 
-    If the run has started, the returned recipe has its micro-batch in place of "auto". The returned rewind is None
-    if the run has done ``rewind`` already. Raise InputError if the recipe cannot be trained in the folder.
+    If the run has started, the returned recipe has the run's micro-batch in place of "auto". The returned rewind is
+    None if the run has done ``rewind`` already. Raise InputError if the recipe cannot be trained in the folder.
     """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
@@ -651,7 +653,7 @@ def _report_changed_files(run: RunFolder, tokens: int, on_event: Callable[[str, 
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of all starts of a run. ``unsaved`` says why the last state could not be saved."""
+    """Return the result of a run with all its starts. ``unsaved`` says why the last state could not be saved."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if _positive(event.get("peak_tflops"))]
     metrics = run.metrics()

@@ -181,8 +181,8 @@ def cooldown_start(schedule: Schedule, duration: int) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldowns of shorter durations from states of the longest run, the trunk. After a cooldown,
-    the trunk continues from the state in which the cooldown began."""
+    """For each shorter duration, branches a cooldown off the longest run, the trunk. After the cooldown, the trunk
+    continues from the state in which the cooldown began."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -221,8 +221,7 @@ class Cooldowns(Callback):
 class TrialCheckpoint(Callback):
     """A callback that saves a trial every ``every_seconds`` seconds in ``folder`` (see :func:`checkpoint_folder`).
 
-    If saving fails, it warns and goes on. It warns of checkpoints that it cannot use, and ignores them: damaged
-    ones, those of another trial, and those whose parameters do not match ``recipe``.
+    If a save fails, it warns, and training continues.
     """
 
     def __init__(

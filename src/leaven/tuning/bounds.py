@@ -31,17 +31,23 @@ class Bounds:
 
 # The ranges with which runs have trained well; beyond them `leaven recipes check` warns.
 _TRAINED = {check.hidden: check.trained for check in CHECKS if check.hidden and check.trained}
-# "published": in the runs that `leaven recipes` lists; "own": found by leaven's benchmarks (docs/log.md).
+# "published": in the runs that `leaven recipes` lists; "leaven's benchmarks": docs/log.md.
 BOUNDS = {
-    "lr": Bounds(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
+    "lr": Bounds(
+        1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; at lr 1, an Adam step moves weights by about 1"
+    ),
     "init_std": Bounds(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
-    "residual": Bounds(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
+    "residual": Bounds(
+        1 / 32, 8.0, 3.0, 1.0, "some published inits divide by sqrt(2 n_layers), which is 32 at 512 layers"
+    ),
     "hyperparameters.muon.lr": Bounds(
         1e-5, 1.0, 3.0, 1.0, 'usual: 0.02 with match = "spectral"; the lr of AdamW with match = "adamw_rms"'
     ),
     "momentum": Bounds(0.5, 0.999, 2.0, 2.0, "half-lives of 1 to 693 steps; published: 0.95"),
-    "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "a hundred times less and more than published (0.01 to 0.1)"),
-    "beta1": Bounds(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, leaven's own: 0.53"),
+    "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1; the bounds are 100 times lower and higher"),
+    "beta1": Bounds(
+        *_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9; in leaven's benchmarks: 0.53"
+    ),
     "beta2": Bounds(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
     "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it matters only where gradients are that small"),
     "warmup_tokens": Bounds(
@@ -49,7 +55,7 @@ BOUNDS = {
     ),
     "batch.tokens": Bounds(
         0.0, 1 / LEAST_STEPS, 2.0, 1.0,
-        f"one sequence to the batch that leaves {LEAST_STEPS} steps", True, (True, False),
+        f"one sequence to a batch with which the run has {LEAST_STEPS} steps", True, (True, False),
     ),
     "data.tokens": Bounds(1 / 8, 1.0, 2.0, 1.0, "a run on repeated text may be shortened, never lengthened", True),
     "grad_clip": Bounds(0.01, 100.0, 3.0, 2.0, "published: 0.1 to 1; 100 hardly ever clips"),

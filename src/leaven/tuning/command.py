@@ -113,7 +113,7 @@ class LossSource(Part):
         given = [name for name in SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
             if not given:
-                raise ValueError(f"no source of a loss; give one of {', '.join(SOURCES)}")
+                raise ValueError(f"no source is given; give one of {', '.join(SOURCES)}")
             raise ValueError(f"several sources of a loss: {', '.join(given)}; keep one")
         if self.pattern is not None:
             if "{loss}" not in self.pattern:
@@ -299,11 +299,14 @@ class SearchedValue(Part):
             raise ValueError(f"start = {self.start:g} is not between low = {self.low:g} and high = {self.high:g}")
         if isinstance(self.start, int) and not (isinstance(self.low, int) and isinstance(self.high, int)):
             raise ValueError(
-                f"start = {self.start} is a whole number, so all values must be; write start = {self.start}.0, or "
+                f"start = {self.start} is a whole number, but low or high is not; write start = {self.start}.0, or "
                 "give low and high as whole numbers"
             )
         if self.unit == "octave" and self.low <= 0:
-            raise ValueError('a search multiplies this value, so low must be above 0; or set unit = "tenth"')
+            raise ValueError(
+                "a search multiplies this value by factors, so low must be above 0; to search by addition, set "
+                'unit = "tenth"'
+            )
         if self.unit == "beta" and not 0 < self.low <= self.high < 1:
             raise ValueError('with unit = "beta", low and high must be between 0 and 1')
         return self
@@ -465,8 +468,10 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return the texts of the files ``{config}`` and ``{recipe}`` by path, if the command uses them. ``values``
-    has all placeholders' values at ``point`` (:func:`values_of`)."""
+    """Return the content of the files ``{config}`` and ``{recipe}`` by path, for those that the command uses.
+
+    ``values`` has the values of all placeholders at ``point``, from :func:`values_of`.
+    """
     found = dict[Path, str]()
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)

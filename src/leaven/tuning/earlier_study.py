@@ -8,9 +8,8 @@ special cases:
 - The multiplier of a module, such as the lr of the embedding: if the new search does not search the global value,
   the distance of the global value is added. For example, twice the global lr adds 1 octave to the lr of each module.
 - The warm-up is compared as a share of the run's tokens.
-- The batch size and the run's tokens have no scaling rule. So the distance is that of the trial from the start of
-  the earlier study. If a search has chosen the value in the new recipe, it is the distance from the best point of the
-  earlier study.
+- The batch size and the run's tokens have no scaling rule. So their distance is measured from the start of the
+  earlier study, or from its best point if a search has chosen the value in the new recipe.
 
 If both studies run a command, values of the same name are compared. At least one name must be in both.
 """
@@ -70,7 +69,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
     if isinstance(space, CommandSpace) and not set(space.paths) & {d.path for d in document.dimensions}:
         raise InputError(
             f"{what}: this study searched {listed([d.path for d in document.dimensions], 'and')}, and none of these "
-            "values is in the command file; give a value the same name in both, or leave --from-study out"
+            "values is in the command file; rename a value there as in this study, or leave --from-study out"
         )
     others = [d for d in document.dimensions if d.path not in space.paths and d.path not in CHOICES]
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
@@ -93,8 +92,11 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
-    """Return warnings if the study in ``folder`` had another vocabulary, sequence length, schedule or text, or other
-    values."""
+    """Return warnings about differences between the new search and the study in ``folder``.
+
+    For recipes, the vocabulary size, sequence length, schedule, data.documents and text are compared. For commands,
+    the names of the searched values are compared.
+    """
     what = f"--from-study {folder}"
     if isinstance(space, Space):
         there, here = read_recipe(folder / "centre.toml"), space.recipe
@@ -102,8 +104,8 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
         if _text(there) != _text(here):
             texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
             messages.append(
-                f"its text is {texts[0]}, and that of this recipe is {texts[1]} (or the weights differ); values "
-                "carry over only between similar texts"
+                f"the study's text ({texts[0]}) and this recipe's text ({texts[1]}) differ in sources or weights; "
+                "values carry over only between similar texts"
             )
         return [f"{what}: {message}" for message in messages]
     before = {d.path for d in read_document(folder).dimensions}
@@ -111,22 +113,22 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
     if not missing:
         return []
     return [
-        f"{what}: it did not search {listed(missing, 'and')}, so its trials count as if they had run at the start; "
+        f"{what}: it did not search {listed(missing, 'and')}, so its trials count as trials at the start value; "
         "if a value only had another name there, give it the same name"
     ]
 
 
 def _text(recipe: Recipe) -> dict[str, Fraction]:
-    """Return the share of each source, by its absolute path or its other name."""
+    """Return the share of each data source, by its absolute path, or by its name if it is not a path."""
     names = [source.source for source in recipe.data.sources]
     paths = [name if ":" in name or not ({*name} & {*"./"}) else os.path.abspath(name) for name in names]
     return dict(zip(paths, recipe.data.proportions, strict=True))
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function that maps a trial of the earlier study in ``folder`` to a point around ``space.recipe``.
+    """Return a function that converts a trial of the earlier study in ``folder`` to distances from ``space.recipe``.
 
-    Raise InputError if the recipe of the earlier study has another base or another scaling rule.
+    Raise InputError if the earlier study's recipe and ``space.recipe`` differ in base or scaling rule.
     """
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
@@ -153,8 +155,8 @@ def require_start(document: StudyDocument, start: Recipe | CommandFile, what: st
         value = start_of(start, each.path)
         if value != each.centre:
             raise InputError(
-                f"{what}: {each.path} is {value} in its centre.toml, but the study began at {each.centre}; "
-                "remove centre.toml and run the leaven tune command of that study again to write a new one"
+                f"{what}: {each.path} is {value} in centre.toml, but the study began at {each.centre}; "
+                "remove this file and run the study's leaven tune command again to write a new one"
             )
 
 
@@ -167,10 +169,10 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return a trial as distances from the start point: first the values of ``space``, then ``others``.
+    """Return the distances of an earlier study's trial from the start point: for ``space``, then for ``others``.
 
-    ``others`` are values that only the earlier study searched. Their distances are divided by their ``scale``. A
-    value of ``space`` that the trial lacks has the distance 0.
+    ``others`` are values that only the earlier study searched. Each distance of ``others`` is divided by the value's
+    ``scale``. A value of ``space`` that the trial lacks has the distance 0.
     """
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
@@ -193,10 +195,10 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance between two recipes in the value at ``path``: from ``space.recipe`` to ``there``.
+    """Return how far the value at ``path`` in ``there`` is from its value in ``space.recipe``.
 
-    The distance is in the unit of the value (:attr:`Dimension.unit`). For a choice, it is the index of the choice in
-    ``there``. ``since`` has the distances that are already known, by path.
+    The distance is in the unit of the value (:attr:`Dimension.unit`). For a choice, return the index of the level in
+    ``there``. ``since`` has the known distances of the batch and the number of tokens, by path.
     """
     here = space.recipe
     if path in since:

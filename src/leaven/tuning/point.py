@@ -40,7 +40,7 @@ CLIP, DROPOUT, DECAY = "hyperparameters.grad_clip", "model.dropout", "schedule.d
 FLOOR, COOLDOWN, OPTIMIZER = "schedule.min_lr_ratio", "schedule.decay_ratio", "hyperparameters.optimizer"
 GLOBAL = (*(f"hyperparameters.{quantity}" for quantity in QUANTITIES), WARM_UP, BATCH)
 OTHERS = (CLIP, DROPOUT, FLOOR, COOLDOWN, DECAY, OPTIMIZER)
-"""Values of the whole recipe that ``global-full`` adds to ``global``."""
+"""The values that the set ``global-full`` adds to the set ``global``."""
 MUON = ("hyperparameters.muon.lr", "hyperparameters.muon.weight_decay", "hyperparameters.muon.momentum")
 """Values of Muon. Its lr and weight decay are searched only if the recipe sets them; otherwise they follow those of
 AdamW."""
@@ -50,7 +50,7 @@ POINTS = 3  # points of a searched depth profile: enough for a tilt and a bend
 TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
 """Values that may be 0, with the highest value that a recipe may have."""
 CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
-"""All levels of each choice. The decays are those that end at min_lr_ratio."""
+"""All levels of each choice. All listed decays end at min_lr_ratio."""
 
 _POINT = re.compile(r"hyperparameters\.depth\.(\w+)\[(\d+)\]")
 

@@ -41,7 +41,7 @@ SETS = ("global", "global-full", "per-module", "per-module-full")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace(ABC):
-    """A search space: which values are searched, and how far. Subclasses turn a point into values."""
+    """A search space: the searched values and their ranges. Subclasses turn a point into values."""
 
     dimensions: tuple[Dimension, ...]
     left_out: tuple[tuple[str, str], ...] = ()  # path and reason of values that are not searched
@@ -65,9 +65,9 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return the values that replace the placeholders ``{name}`` of a command, by name, for one trial.
+        """Return the values for the placeholders ``{name}`` of a trial's command, by name.
 
-        ``octaves`` is the point of the trial. Raise ValueError if the point is invalid.
+        ``octaves`` has the distances from the start point, by path. Raise ValueError if the values are invalid.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return the differences between the recipe or command file at ``path`` and that of this space.
+        """Return the differences between the file at ``path`` and this space's recipe or command file.
 
         Keys that hardly affect losses, such as ``why``, are left out.
         """
@@ -105,8 +105,8 @@ class SearchSpace(ABC):
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
-        """The range of each value in which the search begins, by path. During the search, a range becomes wider while
-        the best point is at its edge."""
+        """The range of each value at the start of a search, by path. The search widens a range while the best point
+        is at its edge."""
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
@@ -306,11 +306,11 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because searching other values has the same effect.
 
     With Adam, if the init_std and lr of a matrix are multiplied by c, the matrix stays c times as large throughout
-    the training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). For
-    these matrices, the factor c changes nothing that other searched values cannot undo:
+    the training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). In two
+    cases, this factor c has the same effect as a change of other searched values:
 
-    - Queries and keys with QK-norm: the norm removes the factor.
-    - Matrices whose factor becomes a factor on the output of their branch: the residual multiplier undoes it.
+    - Queries and keys with QK-norm: the norm removes c. Only the ratio of init_std and lr matters.
+    - Matrices that pass c on to the output of their branch: the residual multiplier has the same effect.
 
     A bias does not get the factor, so a model with biases has no such module.
     """
@@ -334,9 +334,9 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
         return f"not a value to search; did you mean {close[0]}?"
     values = ", ".join((point.WARM_UP, point.BATCH, *point.OTHERS, point.TOKENS))
     return (
-        f"not a value to search; the sets are {', '.join(SETS)}; the values are {values}, hyperparameters.Q, "
-        "hyperparameters.modules.M.Q and hyperparameters.depth.Q[0] "
-        f"with Q one of {', '.join(point.QUANTITIES)} and M one of {', '.join(recipe.model.modules)}"
+        f"not a value to search; give a set ({', '.join(SETS)}), or a value: {values}, hyperparameters.Q, "
+        "hyperparameters.modules.M.Q or hyperparameters.depth.Q[0], "
+        f"where Q is one of {', '.join(point.QUANTITIES)}, and M is one of {', '.join(recipe.model.modules)}"
     )
 
 
@@ -349,7 +349,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
             f"the recipe does not set it, so it equals hyperparameters.{quantity}; set it in the recipe, or search "
             f"hyperparameters.{quantity}, which then changes both"
             if recipe.hyperparameters.optimizer == "muon"
-            else 'there is no Muon; set hyperparameters.optimizer = "muon"'
+            else 'the optimizer is not Muon; set hyperparameters.optimizer = "muon"'
         )
     elif path == point.OPTIMIZER and value == "muon":
         reason = "Muon has values of its own; search a recipe with Muon and a recipe with AdamW separately"
@@ -369,7 +369,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     elif path not in point.CHOICES:
         for end in (-FINEST, FINEST):
             if invalid := why_invalid(recipe, path, end):
-                reason = reason or f"the recipe becomes invalid when this value moves by {end:+g} octaves: {invalid}"
+                reason = reason or f"the recipe is invalid if this value changes by {end:+g} octaves: {invalid}"
     return reason
 
 

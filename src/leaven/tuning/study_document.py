@@ -64,8 +64,8 @@ Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infini
 class Dimension:
     """One searched value: its start, range and unit.
 
-    Distances from the start are in ``unit``. An ``octave`` doubles a number and squares a beta. A ``tenth``
-    adds 0.1. For a ``choice``, the distance is an index into ``levels``.
+    Distances from the start are in ``unit``. One ``octave`` doubles a value; if the value is a beta, one octave
+    squares it. One ``tenth`` adds 0.1. The distance of a ``choice`` is its index in ``levels``.
     """
 
     path: str  # in the recipe, such as hyperparameters.lr, or hyperparameters.depth.lr[2] in a depth profile
@@ -81,9 +81,9 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance ``x`` if the values may be fractions, otherwise the distance of a whole number.
+        """Return the distance ``x`` from the start, adjusted if the values must be whole numbers.
 
-        The whole number is the rounded value at ``x`` plus ``more``, moved into the range.
+        The adjusted distance leads to the rounded value at ``x`` plus ``more``, clamped to the range.
         """
         if not self.whole:
             return x
@@ -92,14 +92,14 @@ class Dimension:
         return distance_in(self.unit, self.centre, min(max(value + more, low), high))
 
     def upper(self, x: float) -> bool:
-        """Return whether the distance ``x`` is closer to ``high`` than to ``low``."""
+        """Return whether ``x``, a distance from the start, is closer to ``high`` than to ``low``."""
         return self.high - x < x - self.low
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change of a value from the distance ``origin`` to the distance ``to`` as text.
+        """Return how the value changes if its distance from the start point changes from ``origin`` to ``to``.
 
-        The text is a factor such as ``x0.29``, a difference such as ``+0.05`` for a value in tenths, or the new level
-        of a choice.
+        Examples: the factor ``x0.29``, the difference ``+0.05`` for the unit tenth, or the new level of a choice. For
+        a beta, the factor is that of log(beta).
         """
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
@@ -219,7 +219,7 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point of :attr:`fewest`, as octaves from the start by path; None if there is none or it is the best."""
+        """The point of :attr:`fewest`, as octaves from the start by path; None if it is unknown or the best point."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:

@@ -20,14 +20,15 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The largest number of rows, such as tokens, that are recorded of an output. The RMS of these rows is within a few
-percent of the RMS of all rows. Of attention logits and probabilities, all rows of the first sequence are recorded."""
+"""At most this many rows of an output, such as tokens, are recorded. Their RMS is within a few percent of the RMS of
+all rows. For attention logits and probabilities, all rows of the first sequence are recorded."""
 
 LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Try ``output``, its first item, ``logits`` and ``last_hidden_state``. Return the first tensor, or None."""
+    """Return ``output``, its first item, its ``logits`` or its ``last_hidden_state``: the first that is a tensor.
+    Return None if none is."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -153,7 +154,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the submodules of blocks, such as ``layers.3.mlp``, in which a residual branch has its last matrix."""
+    """Return the modules inside blocks that contain the last matrix of a branch, such as ``layers.3.mlp``."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

@@ -30,7 +30,7 @@ class Allocation:
 
 
 BytesByPart = Counter[str]
-"""The number of bytes of each part."""
+"""The number of bytes by part, such as "activations"."""
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ from leaven.verification.sweep import labels
 from leaven.verification.verdict import difference, verdict
 
 FROM = 0.25  # share of a run after which curves are compared; before, they depend on warm-up and initial values
-# Limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate by
+# Limit on the deviation, as a share of the loss decrease. 28 pairs of published curves that collapse deviate by
 # 0.4% to 3.1%; with their bands, by up to 4.5% (docs/log.md).
 LIMIT = 0.05
 # The largest number of intervals into which curves are divided. If the shortest curve has fewer points than this, all
@@ -80,7 +80,7 @@ def collapse(
         verdict,
         "collapse",
         subject,
-        "largest deviation from the base's normalised loss curve, as a share of the fall of the loss",
+        "largest deviation from the base's normalised loss curve, as a share of the loss decrease",
         settings={
             "scales": list(runs),
             "seeds": seeds[0] if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}",
@@ -103,7 +103,7 @@ def collapse(
         ends = sorted({points[-1][0] for points in several})
         if len(ends) > 1:
             raise InputError(
-                f"{subject}: curves of {name} end at {ends[0]:g} and at {ends[-1]:g}; give runs of one length"
+                f"{subject}: curves of {name} have the lengths {ends[0]:g} and {ends[-1]:g}; give runs of one length"
             )
         if (start := max(points[0][0] for points in several)) > FROM * ends[0]:
             raise InputError(
@@ -189,10 +189,10 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviation of each further size from the first size, as defined at the top of this file.
+    """Return the deviation of each size after the first from the first size, as defined at the top of this file.
 
-    Shapes: ``curves`` (..., sizes, intervals), ``irreducible``, the loss L0, (...). The result is (..., sizes - 1,
-    intervals), without the intervals in the first :data:`FROM` of the run.
+    ``curves`` has the shape (..., sizes, intervals). ``irreducible`` (...) is the loss L0. The result has the shape
+    (..., sizes - 1, intervals after the first quarter of the run).
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -233,13 +233,13 @@ def _interval_means(points: Points, count: int) -> Array:
 
 
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
-    """Return bootstrap samples of the mean curves, (draws, sizes, intervals).
+    """Return bootstrap samples of each size's mean loss curve, (draws, sizes, time intervals).
 
-    At a size with several seeds, a sample draws seeds with replacement. At a size with one run, it draws blocks of
-    the run (:func:`_blocks`); if the run has too few points, return None.
+    At a size with several runs, seeds are drawn with replacement. At a size with one run, blocks of its points are
+    drawn (:func:`_blocks`). Return None if such a run has too few points.
 
-    Deviations of n seeds from their own mean are too small by the factor sqrt((n - 1) / n), and those of n blocks
-    from their own line by sqrt((n - 2) / n). The samples are corrected for this.
+    A mean is fitted to n seeds, and a line to n blocks. So deviations from the mean are too small by the factor
+    sqrt((n - 1) / n), and deviations from the line by sqrt((n - 2) / n). The samples are corrected for this.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -276,10 +276,11 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the verdict on one size: does its normalised loss curve coincide with that of the base?
+    """Return the verdict on one size: whether its normalised loss curve coincides with the base's curve.
 
-    ``errors`` are the deviations from the base's curve at ``shares`` of the run, each +- ``band`` (NaN: unknown).
-    ``by_seed`` has the losses of this size (seeds, points). ``row`` makes the result.
+    ``errors`` are the deviations from the base's curve at ``shares`` of the run. ``band`` is half the width of their
+    interval, or NaN if unknown. ``by_seed`` has the losses of this size (seeds, points). ``row`` is VerdictRow with
+    some fields set.
     """
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
@@ -298,7 +299,8 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
     if fall <= 0:
         return judged(passed=False, note="the loss does not fall after the first quarter of the run")
     if math.isnan(band):
-        return judged(passed=False, undecided=True, note="undecided: no interval; give more seeds, or more points")
+        few = "too few points in a curve to estimate the noise; give more seeds, or curves with more points"
+        return judged(passed=False, undecided=True, note=f"undecided: {few}")
     if high <= LIMIT:
         return judged(passed=True, note=one.removeprefix("; "))
     if low > LIMIT:

@@ -14,9 +14,9 @@ the size of the model:
   average falls as N^-1/2. Training adds a part of order 1 with the same sign in all terms, which soon dominates.
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
-- Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers the lr of these matrices as
-  L^(alpha-1), so they change less in training. So do norms on such an output, and attention logits, which are
-  computed from two of them. The norm before a branch reads the stream, so its output must not fall.
+- Over depth at alpha below 1, outputs of the matrices inside blocks, outputs of norms after such a matrix, and the
+  attention logits: the rule lowers the lr of these matrices as L^(alpha-1), so the outputs change less in training.
+  The norm before a branch reads the stream, so its output must not fall.
 
 If d grows, the attention logits not only may but *must* fall with the width at the start. This detects a model that
 divides query . key by sqrt(d), as is usual, instead of d. Before training, the logits of such a model
@@ -64,13 +64,13 @@ shallow models fit the batch through their attention, whose output had slopes ov
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
-"""How much the ``early`` and ``late`` limits are widened with Muon, by axis: (on slopes below 0, on slopes above 0).
+"""How much wider the ``early`` and ``late`` limits are with Muon, by axis: (for slopes below 0, for slopes above 0).
 
 In a matrix with more inputs than outputs, a step of Muon changes only as many input directions as there are outputs.
 The share of the inputs in these directions depends on the ratio of the width to the tokens in the batch. Under a
 correct rule (docs/log.md), slopes over width were from -0.13 to 0.21, and slopes over depth from -0.24 to 0.07. The
-limit on falling slopes over width stays the same: an error of -1/2 in an exponent gives slopes of only -0.17 to
--0.24.
+limit for slopes over width below 0 is not wider, because an error of -1/2 in an exponent gives slopes of only -0.17
+to -0.24.
 """
 
 INDEPENDENT = -0.5  # the exponent of n in the RMS of a mean of n terms with independent signs
@@ -98,14 +98,14 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     parts = drawn = ("start", "end", "change")
     start = CheckStart(hidden=1.0, residual=0.5)
     """With smaller hidden weights or branches, an output would change mostly because the module's own weights change.
-    At small widths, the alignment of this change with the input falls with the width (a slope of about -0.1). With a
-    residual multiplier of 1, the branches would be as large as the embedding at depth 2, and outputs that read the
-    stream between two branches would change less there."""
+    At small widths, the alignment of the weight change with the input falls with the width (a slope of about -0.1).
+    With a residual multiplier of 1, the branches at depth 2 would be as large as the embedding. At this depth,
+    outputs that read the stream between two branches would then change less."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
-    """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. The output also
-    changes more in a step. With the embedding's own lr, most of the stream's change would come from branches. In the
-    middle block, this change would fall with the depth: before its MLP are three quarters of all branches at depth 2,
-    but about one half at depth 16."""
+    """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. This output changes
+    more in a step, so the embedding gets a larger lr. Otherwise, most of the stream's change would come from
+    branches, and this change would fall with the depth at the MLP of the middle block: three quarters of all branches
+    are before this MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         axes = super().axes()
@@ -116,7 +116,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model on one batch for ``steps`` steps. Return the records of all outputs by label."""
+        """Train a model on one batch for ``steps`` steps. Return a record of each module's output, by label."""
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -192,8 +192,10 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails, whatever its slopes over size: a value is not finite, never changes, or is 0 at some
-    sizes only. Return "" if the slopes decide."""
+    """Return why a module fails regardless of its slopes, or "" if the slopes decide.
+
+    A module fails if a value is not finite, never changes, or is 0 at some sizes only.
+    """
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):
@@ -221,9 +223,9 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return a note on a slope that is outside its range: its direction, and the usual cause.
+    """Return the direction (SHRINKS or GROWS) and the usual cause of a slope ``value`` outside its range.
 
-    The output shrinks if the slope ``value`` is below 0. ``foreign``: whether a user's factory made the model.
+    ``foreign``: whether a user's factory made the model.
     """
     if value < 0:
         hint = "scaled twice?"

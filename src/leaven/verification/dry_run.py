@@ -142,9 +142,9 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, **how: Any) -> Tensor
 class _Flash(torch.autograd.Function):
     """A substitute for flash attention that allocates the same memory without computing values.
 
-    The backward pass needs the arguments, the output and one fp32 number for each query of each head (Dao et al.
-    2022, arXiv 2205.14135, algorithm 1). With a mask, torch uses its memory-efficient kernel on CUDA, which also
-    saves the mask, and does not copy one that has the queries' dtype and rows of a multiple of 16 elements
+    The backward pass needs the arguments, the output and one fp32 number per query and head (Dao et al. 2022, arXiv
+    2205.14135, algorithm 1). With a mask, torch uses its memory-efficient kernel on CUDA, which also saves the mask.
+    The mask is not copied if it has the queries' dtype and its rows have a multiple of 16 elements
     (pytorch/pytorch, ATen/native/transformers/attention.cpp: convert_boolean_attn_mask, preprocess_mask).
     """
 

@@ -32,7 +32,7 @@ from leaven.verification.runs import RunStore
 from leaven.verification.sweep import losses_of, sweep
 
 CRITICAL = math.log2(1.5)
-"""The cost of doubling the batch at the critical batch, in octaves (doublings) of tokens."""
+"""How many octaves (doublings) of tokens it costs to double a batch that has the critical size."""
 
 EXPONENT = "exponent of the best lr over tokens"
 RULED = "moved by the rule"
@@ -49,9 +49,9 @@ def duration(
 ) -> CheckDocument:
     """Run or resume the duration check, which compares the best lr of runs of several lengths.
 
-    ``ratios`` are run lengths as multiples of the family's run length. The check always includes 1. ``lrs`` are the
-    lrs to try, or None for a default grid. Raise InputError if no ratio differs from 1, and in the cases of
-    :func:`sweep`.
+    ``ratios`` are run lengths as multiples of the family's run length. The check always includes 1. ``lrs`` is the
+    grid of :func:`sweep`, or None for a default grid. Raise InputError if no ratio differs from 1, and the same
+    errors as :func:`sweep`.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
@@ -68,10 +68,10 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the changes, by path, that write the measured token exponent into a recipe.
+    """Return a recipe's new values, by path, for the measured token exponent t: the best lr falls as tokens^-t.
 
-    The best lr falls as tokens^-t. The changes are the token exponent t, clipped to 0 to 1, its 95% interval, and a
-    reason that names the folder ``run``. Return None if the check has not found t and its interval.
+    They are t, clipped to 0 to 1, its 95% interval, and a reason that names the folder ``run``. Return None if the
+    check has not found t and the interval.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     if found is None or found.value is None or found.low is None or found.high is None:
@@ -121,12 +121,12 @@ def _regime(
             note="it is not certain that more tokens lower the loss; give more --seeds or longer --durations"
         )
     if found.low is None or found.high is None:
-        note = "one seed has no interval; give --seeds 3"
+        note = "no interval with only one seed; give --seeds 3"
     elif found.high < CRITICAL:
-        note = f"limited by noise: below {CRITICAL:.2f} means below the critical batch, as the rule assumes"
+        note = f"limited by noise: below {CRITICAL:.2f}, so the batch is below the critical one, as the rule assumes"
     elif found.low > CRITICAL:
         note = (
-            f"limited by optimisation: above {CRITICAL:.2f} means above the critical batch, where the rule's "
+            f"limited by optimisation: above {CRITICAL:.2f}, so the batch is above the critical one, and the rule's "
             "exponent of tokens is too large; choose a smaller batch, or use the fitted exponent"
         )
     else:
@@ -153,7 +153,7 @@ def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seed
         if arm == RULED:
             continue
         ruled = losses[scale, RULED]
-        name = f"tokens x{scale.tokens:g}, {arm}: nats over the rule"
+        name = f"tokens x{scale.tokens:g}, {arm}: loss minus loss under the rule, nats"
         if not all(loss < divergence_limit(family.vocab_size) for loss in (*values, *ruled)):
             found.append(MeasuredRow(name=name, value=None, low=None, high=None, note="a run diverged"))
             continue

@@ -25,8 +25,8 @@ from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
-"""The least number of steps with the largest batch. With fewer steps, the loss depends mainly on their number: with
-64, a correct rule was 1.8 nats off at 1/4 of the batch."""
+"""The least number of steps with the largest batch. With fewer steps, the loss depends mainly on the number of steps.
+For example, with 64 steps, 1/4 of the batch changed the loss by 1.8 nats under a correct rule."""
 
 TOLERANCE = 0.02
 """The difference of the loss that is always allowed, as a share of log(vocabulary) - loss. The rule is exact only in
@@ -34,7 +34,7 @@ the limit of small lrs. In a toy model, 1/4 to 8 times the batch changes the exc
 and by 50% without."""
 
 FACTORY_TOKENS = 524_288
-"""The default number of tokens in a run of a user's factory: 256 steps at 4 times the default batch."""
+"""The default number of tokens in a run of a user's own model: 256 steps with 4 times the default batch."""
 
 ARMS = ("rule", "no rule")  # the two groups of runs
 
@@ -42,9 +42,10 @@ ARMS = ("rule", "no rule")  # the two groups of runs
 def equivalence(
     family: ModelFamily, scale: RunScale, ratios: Sequence[float], store: RunStore, *, seeds: int = 3
 ) -> CheckDocument:
-    """Run or resume the equivalence check. ``ratios`` are multiples of the family's batch.
+    """Run or resume the equivalence check, which compares the final losses of runs with several batch sizes.
 
-    Raise InputError if ratios or steps are too few, or if a batch or the folder is unusable. Raise
+    ``ratios`` are batch sizes as multiples of the family's batch. The check always includes 1. Raise InputError if
+    no ratio differs from 1, if a run has too few steps, or if a batch or the folder cannot be used. Raise
     ChecksStopped if the runs were stopped.
     """
     kappas = sorted({1.0, *ratios})
@@ -70,7 +71,7 @@ def equivalence(
     return verdict(
         "equivalence",
         family.name,
-        "largest difference of the final loss to that of batch x 1, nats per token",
+        "largest difference in final loss from batch x 1, nats per token",
         [_row(arm, kappas, means[arm] - means[arm][base], limit) for arm in ARMS],
         curves=[curve(arm, "batch", "loss", kappas, losses[arm].tolist()) for arm in ARMS],
         settings={
@@ -84,11 +85,11 @@ def equivalence(
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
-    """Return the loss difference that the check allows, in nats per token.
+    """Return the largest difference in mean loss that the check allows, in nats per token.
 
-    ``losses`` are those of all seeds at the family's own batch. The result is `TOLERANCE` x (log(vocab_size) - mean
-    loss), or if larger, what the noise of the seeds may make of equal losses: two standard errors of the difference
-    between two means over so many seeds.
+    ``losses`` has the loss of each seed at the unchanged batch. The result is the larger of two numbers:
+    `TOLERANCE` x (log(vocab_size) - mean loss), and the difference that the noise of the seeds alone can cause (two
+    standard errors of the difference between two means over ``len(losses)`` seeds).
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:
@@ -102,7 +103,7 @@ def _row(arm: str, kappas: Sequence[float], differences: np.ndarray, limit: floa
     row = partial(VerdictRow, module=arm, axis="batch", slope=worst, limit=limit, parts=parts)
     same = abs(worst) <= limit  # False for NaN
     if arm == "rule":
-        note = "" if same else "the loss changes with the batch  <- too few steps for the rule, or lr too high?"
+        note = "" if same else "the loss changes with the batch  <- too few steps, or lr too high?"
         return row(passed=same, note=note, beyond=max(abs(worst) - limit, 0.0))
     if same:
         return row(passed=False, note="the loss changes by no more than noise; use longer runs or other ratios")

@@ -152,7 +152,8 @@ class ForeignFamily:
 
 @dataclass(frozen=True)
 class ForeignTrial:
-    """A training run of a factory's model. Runs with equal ``key`` and equal text have the same loss."""
+    """A training run of a model from a user's factory function. Runs with equal ``key`` and ``text`` have the same
+    loss."""
 
     family: ForeignFamily
     setting: RunSetting
@@ -212,9 +213,10 @@ ModelFamily = RecipeFamily | ForeignFamily
 """The models of a recipe or a factory at any scale."""
 
 CheckTrial = RecipeTrial | ForeignTrial
-"""A training run of a family. ``run()`` trains in any process. On the same text, trials with the same ``key`` have
-the same loss. ``cost`` is the expected duration relative to other trials. The loss of a diverged run is finite, for
-charts."""
+"""One training run of a model family. ``run()`` trains it and may be called in any process.
+
+On the same text, trials with the same ``key`` have the same loss. ``cost`` is the expected duration relative to other
+trials. The loss of a diverged run is finite."""
 
 
 def foreign(

@@ -17,13 +17,13 @@ matrices that Muon updates, the first property is not judged, because Muon has n
 
 Two kinds of parameters are exceptions over width:
 
-- Gains of query and key norms, which all heads share. The gradient is a sum over heads, whose
-  terms have independent signs at first. After about 150 steps, the signs agree, and the exponents of
-  gradient and eps are both 0. So only the gradient at the end is judged, and only after 150 steps or more.
-- Routers: matrices in blocks with the same number of outputs at every width. The gradient of an output
-  is a sum over the width, whose terms have independent signs until the outputs of the experts align with
-  the gradient. So the exponent of the gradient may be from -1/2 to 0, while that of eps is 0.
-  docs/concepts/checks.md has measurements.
+- Gains of query and key norms that all heads share. The gradient is a sum over the heads. At first, the
+  terms of the sum have independent signs. After about 150 steps, the signs agree, and the exponents of
+  gradient and eps are both 0. So the check judges only the gradient at the end, after 150 steps or more.
+- Routers: matrices inside blocks whose number of outputs is the same at every width. The gradient of an
+  output is a sum over the width. The terms of the sum have independent signs until the outputs of the
+  experts align with the gradient. So the exponent of the gradient may be from -1/2 to 0. The exponent of
+  eps is 0. docs/concepts/checks.md has measurements.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three
 quantities may fall with the depth, at most as L^(alpha-1):
@@ -33,8 +33,8 @@ quantities may fall with the depth, at most as L^(alpha-1):
 - Changes of gains and biases inside blocks, because the rule lowers the lr there.
 - Gradients inside blocks at the end of the training, relative to eps. Part of a gain's gradient is
   proportional to what the block has learnt. This part falls with the depth. Example: for the gain
-  before the MLP at alpha = 1/2, eps has the exponent -0.50. The gradient had -0.59 on text, and -0.90 on a
-  Markov chain, which is learnt quickly.
+  before the MLP at alpha = 1/2, eps had the exponent -0.50. The exponent of the gradient was -0.59 on text,
+  and -0.90 on a Markov chain, which a model learns quickly.
 """
 
 import math
@@ -57,8 +57,8 @@ from leaven.verification.verdict import Exponent
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponents of the gradient and of eps, at the start and at the end.
 
-``START_LIMIT`` also limits the exponent of lr x weight_decay, and shared gains at the end. ``END_LIMIT`` also limits
-the exponent of the changes of gains and biases.
+For gains that all heads share, ``START_LIMIT`` is also the limit at the end. ``START_LIMIT`` also limits the exponent
+of lr x weight_decay, and ``END_LIMIT`` the exponent of the changes of gains and biases.
 
 Under correct rules, at widths 64 to 512 and depths 2 to 32, the difference was at most 0.14 at the start. The limit
 at the end is larger, because models of different width have then learnt different amounts: after 20 steps, a gradient
@@ -88,7 +88,7 @@ class GradientRecord:
 class GradientCheck(SizeCheck[GradientRecord]):
     steps: int = 20
     lr_factor: float = 0.125
-    """At the full lr, without a schedule, the exponents of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of
+    """At the full lr, without a schedule, the slopes of norm gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of
     the lr, they stay within the limits."""
 
     name = "gradients"
@@ -104,9 +104,9 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return a record for each label.
+        """Train a model with a warm-up, on a new batch in each step. Return {label: record}.
 
-        A parameter has the same label in all blocks, such as ``mlp.in``.
+        The label of a parameter, such as ``mlp.in``, is the same in all blocks.
         """
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())
@@ -178,7 +178,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
             # A gain or bias changes by its lr in a step, whatever its gradient is, so the same at every scale.
             judged.append(Exponent("gain", moved, over_depth * inside, 0.0, END_LIMIT))
         if not judged:
-            note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
+            note = f"shared by all heads: judged only with {COHERENT_STEPS} or more steps" if shared else "always 0"
             return row(slope=None, limit=None, passed=None, note=note)
         worst = max(judged, key=lambda each: each.beyond)
         if worst.beyond <= 0:
@@ -202,7 +202,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails even without a look at its exponents, or "" if its exponents can be judged."""
+    """Return why a parameter fails if it never changes or a value is 0 at some sizes only, otherwise ""."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}
@@ -215,7 +215,7 @@ def _failure(records: Sequence[GradientRecord]) -> str:
 
 def _note(axis: str, value: float, what: str) -> str:
     if what == "gain":
-        return f"its change {'SHRINKS' if value < 0 else 'GROWS'} with {axis}  <- lr of a gain changed with {axis}?"
+        return f"its change {'SHRINKS' if value < 0 else 'GROWS'} with {axis}  <- does its lr depend on {axis}?"
     if what == "decay":
         change = "FALLS" if value < 0 else "GROWS"
         return f"lr x decay {change} with {axis}  <- only one of lr and decay changed?"

@@ -16,9 +16,9 @@ correct rule, for which these statements hold:
   of the run as tokens^-t, with t from 0 to 1/2 (the literature finds 0.3 to 0.5). Over width and depth, the exponent
   of the lr depends on the parametrization and is not judged.
 
-A parametrization can be written in several ways: multiplier x c, init / c, lr / c, eps x c and decay x c together
-train in the same way. The products lr x eps and lr x decay do not depend on c. A rule can be right over width and
-over depth, but wrong if both grow, so a scale that is larger in both is compared, too.
+A parametrization can be written in several ways: a run trains identically if a module's multiplier, eps and decay are
+multiplied by c, and its init and lr are divided by c. The products lr x eps and lr x decay do not depend on c. A rule
+can be right over width and over depth, but wrong if both grow, so a scale that is larger in both is compared, too.
 """
 
 import math
@@ -46,11 +46,11 @@ _REASONS = {
     "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
 Combinations = dict[str, list[dict[str, float]]]
-"""By module label, the values of the combinations in each layer, such as ``{"lr": 0.01, "beta1": 30.0, ...}``."""
+"""For each module label, one dictionary of combinations per layer, such as ``{"lr": 0.01, "beta1": 30.0, ...}``."""
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return the combinations of optimizer settings of each parameter, such as lr x eps x entries, by module label.
+    """Return each parameter's combinations of settings (listed in the module docstring), by module label.
 
     Parameters that neither AdamW nor Muon trains are left out. ``steps`` is (steps of the run) / (steps of the run at
     the smallest scale).
@@ -90,7 +90,7 @@ def numbers(name: str) -> int:
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """The optimizer settings at a larger scale, and how much this scale exceeds the smallest scale."""
+    """The optimizer settings at one scale, and its size relative to the smallest scale."""
 
     axis: str  # what is larger: width | depth | both | batch | tokens
     ratio: float  # larger size / smallest size; for both, the product of the ratios of width and depth
@@ -164,9 +164,9 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and highest exponent of a combination along ``axis`` under a correct rule.
+    """Return the lowest and highest allowed exponent with which ``column`` changes along ``axis``.
 
-    ``column`` names the combination, such as "lr x decay x steps".
+    ``column`` is a combination such as "lr x decay x steps". The rule multiplies residual branches by L^-``alpha``.
     """
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)

@@ -85,7 +85,7 @@ class LoggedRow:
         return value
 
     def loss(self) -> float:
-        """Return the loss, or NaN if it is not finite or beyond +-LARGEST_LOSS (the run diverged)."""
+        """Return the loss, or NaN if the run diverged: if the loss is infinite, NaN, or outside +-`LARGEST_LOSS`."""
         loss = self.number("loss")
         return loss if abs(loss) <= LARGEST_LOSS else math.nan
 
@@ -130,7 +130,7 @@ def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
             if not runs.isdisjoint([here, *here.parents]):
                 continue
             if not (inner or names):
-                missing[here] = f"{here} is empty; if a disk belongs there, mount it, or remove the folder"
+                missing[here] = f"{here} is empty; if a disk belongs there, mount it; if not, remove the folder"
             for link in (here / name for name in (*inner, *names) if (here / name).is_symlink()):
                 if link.is_dir():
                     links.append(link)
@@ -166,10 +166,9 @@ class RunLogs:
 
     @classmethod
     def at(cls, path: Path, loss: str) -> "RunLogs":
-        """Return the logs at ``path``, which is a log file or a folder with log files or run folders of leaven.
+        """Return the logs at ``path``: a log file, or a folder with log files or with run folders of leaven.
 
-        Raise InputError if there are none. Also raise it if there are run folders of leaven and ``loss`` is not
-        ``"loss"``, the only name of their losses.
+        Raise InputError if there are none. Run folders of leaven also raise InputError if ``loss`` is not ``"loss"``.
         """
         if not path.exists():
             raise InputError(f"{path}: no such file or folder")
@@ -213,7 +212,7 @@ class RunLogs:
         return cls(path, sorted(own), others, events, names, loss, in_paths)
 
     def rows(self, file: Path, columns: Collection[str]) -> list[LoggedRow]:
-        """Return the rows of one of ``others``. The column that ``loss`` names is called "loss" in them.
+        """Return the rows of ``file``, one of ``others``. In the rows, the column ``self.loss`` is called "loss".
 
         ``columns`` are the numbers, such as the width, that are read from the path of a run.
         """
@@ -231,7 +230,8 @@ class RunLogs:
         return rows
 
     def _rows_of_run(self, run: Path, columns: Collection[str]) -> list[LoggedRow]:
-        """Return the points of a TensorBoard or W&B run. Raise InputError if it has no loss, or two widths."""
+        """Return the points of a TensorBoard or W&B run. Raise InputError if it has no loss, or if its
+        path has two values of one column, such as two widths."""
         cut: list[str] = []
         if run in self.events:
             names = {tag for file in self.events[run] for tag in file.tags}
@@ -244,9 +244,9 @@ class RunLogs:
         place = f"{run} ({'; '.join(cut)})" if cut else str(run)
         if not points:
             if run in self.events and is_only_result(run, self.loss):
-                raise InputError(f"{place}: {self.loss} is only {OF_HPARAMS}; log it as a curve, too")
+                raise InputError(f"{place}: {self.loss} is only {OF_HPARAMS}; log the loss as a curve, too")
             has = ", ".join(sorted(names)) or "no columns"
-            hint = "name the loss with --loss TAG, or --loss val/TAG for the TAG in folders val"
+            hint = "name the loss with --loss TAG, or with --loss val/TAG if TAG is in folders called val"
             raise InputError(f"{place} has no column {self.loss}; it has {has}; {hint}")
         known, numbers = {}, self.numbers(run)
         for name in numbers.keys() & {*columns}:
@@ -265,9 +265,10 @@ class RunLogs:
         return found
 
     def require_readable_names(self, *, sized: bool = False) -> None:
-        """Raise InputError if runs differ in a name with digits that cannot be read: it may contain the size.
+        """Raise InputError if the paths of runs differ in a name whose numbers cannot be read.
 
-        If ``sized``, the first name in a path is the size, such as 50m.
+        Such a name may contain the size. If ``sized``, the first name in a path is the size, such as 50m, and is not
+        checked.
         """
         first: tuple[Path, list[str]] | None = None
         for run, names in self.names.items():
@@ -278,13 +279,13 @@ class RunLogs:
             if unread != theirs:
                 name = next(iter({*unread}.symmetric_difference(theirs)), unread[0])
                 raise InputError(
-                    f"{run} and {other}: from {_parts(name)[1]!r} on, the name {name} cannot be read; rename it to "
-                    "numbers (no logarithms) with their names, such as width=256,lr=0.004,beta2=0.95 or seed0, or "
-                    "give a table of the runs"
+                    f"{run} and {other}: the name {name} cannot be read from {_parts(name)[1]!r} on; rename it to "
+                    "pairs of a name and a number (not its logarithm), such as width=256,lr=0.004,beta2=0.95 or "
+                    "seed0, or give a table of the runs"
                 )
 
     def unused_numbers(self, columns: Collection[str]) -> list[str]:
-        """Return the names of numbers in the paths of runs that differ and are not in ``columns``."""
+        """Return the names whose numbers in the paths differ between runs, except the names in ``columns``."""
         every = [self.numbers(run) for run in self.names]
         names = {name for numbers in every for name in numbers} - {*columns}
         return sorted(name for name in names if any(each.get(name) != every[0].get(name) for each in every))
@@ -293,10 +294,10 @@ class RunLogs:
 def _event_files(folders: Iterable[Path], loss: str) -> dict[Path, list[EventFile]]:
     """Return the TensorBoard event files of each run, by its folder.
 
-    The loss val/loss may also be the tag "loss" in folders called val. Then these are the runs. The folders beside
-    them, such as train, and those above them are none, unless they have the tag val/loss. A loss such as hparam/loss
-    is a result of ``add_hparams``, whose newest file in or below the folder of a run counts. A folder above runs may
-    have a file without numbers.
+    - If ``loss`` is val/loss, a folder called val with a tag "loss" is also a run. The folder above it and those
+      beside it, such as train, are runs only if they have the tag val/loss.
+    - If ``loss`` is a result of ``add_hparams``, such as hparam/loss, only the newest file with it counts for a run.
+    - A folder above runs is not a run if its files have no numbers.
     """
     found, chosen = dict[Path, list[EventFile]](), set[Path]()
     for folder in sorted(folders):
@@ -338,7 +339,7 @@ def is_one_run(path: Path) -> bool:
 
 
 def _names_with_digits(run: Path, root: Path) -> list[str]:
-    """Return the names in a run's path below ``root`` that have a digit, without those that W&B gives."""
+    """Return the parts of a run's path below ``root`` that contain a digit. Names that W&B generates are left out."""
     parts = [*run.relative_to(root).parts]
     if not run.is_dir():
         parts = [part for part in parts[:-1] if not WANDB_FOLDER.fullmatch(part)]
@@ -347,13 +348,16 @@ def _names_with_digits(run: Path, root: Path) -> list[str]:
 
 
 def named_numbers(name: str) -> list[tuple[str, float]] | None:
-    """Return the numbers in the name of a folder with their names, or None if not all of it is of this form."""
+    """Return the named numbers in a folder's name, such as ("lr", 0.004) in ``lr=0.004``.
+
+    Return None if a part of the folder's name cannot be read.
+    """
     found, rest = _parts(name)
     return None if rest else found
 
 
 def _parts(name: str) -> tuple[list[tuple[str, float]], str]:
-    """Return the numbers in a name with their names, and the rest of the name, from what cannot be read on."""
+    """Return (name, number) pairs from a name such as ``lr=0.1_seed=2``, and the end of it that cannot be read."""
     found, at, name = [], 0, name.lower()
     while at < len(name) and (part := _PART.match(name, at)) is not None:
         plain, number, unit, any_name, any_number, any_unit = part.groups()
@@ -372,7 +376,9 @@ def read_rows(path: Path) -> list[LoggedRow]:
             if read.damaged:
                 raise InputError(f"{path}: line {read.damaged[0]} is not a JSON object; correct or remove it")
             if read.torn:
-                raise InputError(f"{path}: its last line is cut; copy the file again, or complete or remove it")
+                raise InputError(
+                    f"{path}: its last line is cut; copy the file again, or complete or remove this line"
+                )
             found: list[dict[str, Any]] = read.documents
             headers: Sequence[Iterable[str]] = found
         else:
@@ -401,8 +407,8 @@ def read_rows(path: Path) -> list[LoggedRow]:
 def _csv_lines(path: Path) -> list[list[str]]:
     """Return the rows of a CSV file, as lists of cells, without blank rows.
 
-    Raise InputError if a row has more or fewer cells than the header, or if a cell has a line break: it may contain
-    the next row because its quotation mark is not closed.
+    Raise InputError if columns are not separated by commas, or if a row has more or fewer cells than the header. Also
+    raise it for a line break in a cell, because the cell may lack its closing quotation mark.
     """
     rows = list[list[str]]()
     text = storage.read(path).decode("utf-8-sig")

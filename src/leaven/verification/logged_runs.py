@@ -60,10 +60,10 @@ MOST_LENGTHS = 20  # the most numbers of tokens for which rows with equal other 
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the scale of a logged run from the columns ``axes`` of its row. Axes without a column are 1.
+    """Return the scale of a logged run. The columns ``axes`` of its row have the values; all other axes are 1.
 
-    Batch and tokens are absolute, unlike in the scales of a model family. Raise InputError if width or depth is not
-    a whole number, or is too large.
+    Batch and tokens are absolute here, not relative to those of a model family. Raise InputError if width or depth is
+    not a whole number, or is too large.
     """
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
@@ -138,7 +138,7 @@ def _runs_by_size(
         seed = row.place if (written := row.seed()) is None else written
         if (first := runs.setdefault(seed, row)) is not row:
             twice = f"{row.place} repeats the size, {value} and seed of {first.place}"
-            hint = _one_folder(row, first, logs.loss) or "keep one of them, such as the last point of a curve"
+            hint = _one_folder(row, first, logs.loss) or "keep one of the two, such as the last point of a curve"
             raise InputError(f"{twice}; {hint}, or name another swept column with --value")
     if not logs.own:
         _refuse_unfinished_states(rows)
@@ -178,9 +178,9 @@ def _rows_of_other_runs(logs: RunLogs, value: str, used: Collection[str]) -> lis
 def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str) -> None:
     """Raise InputError if rows may be points of loss curves. The check would take them for runs with other seeds.
 
-    Rows may belong to one run if they have the same size, value and name, and no seed. They may be points if they
-    have different numbers in a column such as step, or more than :data:`MOST_LENGTHS` ones in the column tokens.
-    Diverged runs, which end early, are left out.
+    Rows with the same size, value and name may be points of one curve if they have no seed and differ in a column
+    such as step. Rows that differ only in tokens may be points if they have more than :data:`MOST_LENGTHS` different
+    numbers of tokens. Diverged runs, which end early, are left out.
     """
     names = sorted(RUN_NAMES & {column for row in rows for column in row.values})
     hint = "keep only the last row of each run; if they are runs, add the column seed or name"
@@ -194,7 +194,7 @@ def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: 
             if len(of_run) > MOST_LENGTHS:
                 raise InputError(
                     f"{row.place}: {_numbers_of(row, [*others, value])} has more than {MOST_LENGTHS} values of "
-                    f"tokens, as if they were points of one run; {hint}"
+                    f"tokens, so its rows may be points of one run; {hint}"
                 )
         for column in filter(PROGRESS.fullmatch, row.values if row.seed() is None else ()):
             if column == value or (at := _progress(row, column)) is None:
@@ -202,8 +202,8 @@ def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: 
             start, first = runs.setdefault((column, _scale_of(row, axes), *name), (at, row))
             if at != start:
                 raise InputError(
-                    f"{first.place} and {row.place} have {_numbers_of(row, [*axes, value])}, and {column} {start:g} "
-                    f"and {at:g}, as if they were points of one run; {hint}"
+                    f"{first.place} and {row.place} both have {_numbers_of(row, [*axes, value])}, but {column} "
+                    f"{start:g} and {at:g}, so they may be points of one run; {hint}"
                 )
 
 
@@ -212,7 +212,7 @@ def _numbers_of(row: LoggedRow, columns: Sequence[str]) -> str:
 
 
 def _progress(row: LoggedRow, column: str) -> float | None:
-    """Return the number in a column such as step, or None if there is none of at least 0."""
+    """Return the number in a column such as step, or None if it is missing, invalid, negative or infinite."""
     try:
         return at if 0 <= (at := row.number(column)) < math.inf else None
     except InputError:
@@ -220,13 +220,13 @@ def _progress(row: LoggedRow, column: str) -> float | None:
 
 
 def _refuse_unfinished_states(rows: Iterable[LoggedRow]) -> None:
-    """Raise InputError if a column such as state does not say that a run has finished. Diverged runs are left out."""
+    """Raise InputError if a column such as state says that a run has not finished. Skip runs whose loss is nan."""
     for row, column in product(rows, STATES):
         state = str(row.values.get(column) or "").strip().lower()
         if state not in FINISHED and not (row.has("loss") and math.isnan(row.loss())):
             raise InputError(
-                f"{row.place}: the {column} of this run is {state}; write nan as its loss if it diverged, or else "
-                f"finish or remove it; if it has finished, remove the column or write finished"
+                f"{row.place}: the {column} of this run is {state}; write nan as its loss if it diverged, write "
+                f"finished as its {column} if it has finished, otherwise finish or remove the run"
             )
 
 
@@ -252,7 +252,10 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
 
 
 def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
-    """Return a hint for two folders of TensorBoard beside each other, such as train and val. Otherwise return ""."""
+    """Return a hint for rows from sibling TensorBoard folders such as train and val, or "".
+
+    Folders with a number in the name, such as seed0, may be separate runs and get no hint.
+    """
     folders = [Path(str(each.source)) for each in (row, other)]
     if folders[0].parent != folders[1].parent or not all(folder.is_dir() for folder in folders):
         return ""
@@ -260,10 +263,10 @@ def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
 
 
 def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
-    """Raise InputError if two logs of one size and value may be one run, because one of them has no seed.
+    """Raise InputError if two logs may be of one run, such as the TensorBoard folders train and val.
 
-    A log is a folder of TensorBoard, such as train or val, a run of W&B, or a table. Rows of tables without a seed
-    are runs of their own. ``what`` is the size and value for the message.
+    This is so if one of them has no seed, and they are not both tables (CSV or JSON lines). All ``runs`` have the
+    same size and value, which are ``what`` in the message.
     """
     seeded_first = sorted(runs, key=lambda row: row.seed() is None)
     logs = {row.source: row for row in seeded_first if row.source is not None}
@@ -271,8 +274,8 @@ def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
         if None in (row.seed(), other.seed()) and (is_one_run(file) or is_one_run(other_file)):
             hint = _one_folder(other, row, loss) or "move one of them elsewhere"
             raise InputError(
-                f"{row.place} and {other.place} are both of {what}, as if they were one run; {hint}, or if they are "
-                "two runs, give both a seed, such as seed0 and seed1 in their names"
+                f"{row.place} and {other.place} are both logs of {what}, so they may be one run; {hint}, or if they "
+                "are two runs, give both a seed, such as seed0 and seed1 in their names"
             )
 
 
@@ -381,10 +384,9 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
 
 
 def _refuse_missing_losses(rows: Iterable[LoggedRow], axes: Sequence[str], time: str) -> None:
-    """Raise InputError if the last row of a run has no loss: pandas writes NaN as an empty cell or null.
+    """Raise InputError if the last row of a run has no loss, because the run may have diverged there.
 
-    The curve would end at the last finite loss, as if the run had not diverged. Rows without the column of the loss
-    do not count, and neither do rows without a size or progress.
+    (pandas writes NaN as an empty cell or null.) Rows without the loss column, a size or progress are ignored.
     """
     ends = dict[Hashable, tuple[float, bool, LoggedRow]]()
     for row in rows:
@@ -404,17 +406,17 @@ def _refuse_missing_losses(rows: Iterable[LoggedRow], axes: Sequence[str], time:
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
     """Record that ``run`` is at ``place``. Raise InputError if ``seen`` already has ``run`` at another place.
 
-    ``run`` is what identifies a run, such as its size and seed. ``what`` is the word for it in the message. So a copy
-    of a run cannot count as another seed.
+    ``run`` identifies a run, for example by its size and seed. ``what`` names these values in the message.
     """
     if (first := seen.setdefault(run, place)) != place:
         raise InputError(f"{place} repeats the {what} of {first}; remove one of the two, or move it elsewhere")
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return a run's points. Repeated steps replace earlier points. Raise InputError if a second run follows.
+    """Return a run's points. Raise InputError if a second run seems to begin.
 
-    In a table, the rows of a resumed run repeat steps. In TensorBoard and W&B, they may also have other steps.
+    If a run resumes at an earlier step, its new rows replace the points from this step on. In a table, this step must
+    already have a point. In TensorBoard and W&B, any step after the first is allowed.
     """
     one_run = rows[0].source is not None and is_one_run(rows[0].source)
     run: dict[float, float] = {}
@@ -434,7 +436,7 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
             return list(run.items())
     hint = "write each run into a file of its own, in the order of time, or add the column seed"
     raise InputError(
-        f"{row.place}: {time} {at:g} comes after {furthest:g}, as if a second run began; "
+        f"{row.place}: {time} {at:g} comes after {furthest:g}, so these may be two runs; "
         f"{'move the file of one of them elsewhere' if one_run else hint}"
     )
 
@@ -454,13 +456,13 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
             raise InputError(f"{fault}; to leave the run out, move it to another folder")
         if changed_at := changed_values(run):
             raise InputError(
-                f"{folder} was trained with {changed_at[0]}, because --rewind-to changed its recipe; move it to "
-                "another folder, and train a run with one value"
+                f"{folder} was trained with {changed_at[0]}, because --rewind-to changed its recipe; move the "
+                "run to another folder, and train a run in which this value does not change"
             )
         if left_out := text_left_out(run):
             raise InputError(
-                f"{folder} was trained with {left_out}, because of --skip-tokens; move it to another folder, and "
-                "train a run on all of the text"
+                f"{folder} skipped {left_out}, because of --skip-tokens; move the run to another "
+                "folder, and train a run on the whole text"
             )
         scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
         first, other = firsts.setdefault(scale, (folder, recipe))
@@ -490,10 +492,10 @@ _FREE_BETWEEN_SIZES = {
 
 
 def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path: str, what: str = "") -> None:
-    """Raise InputError unless the recipes of all sizes could come from one recipe by ``leaven transfer``.
+    """Raise InputError if ``leaven transfer`` cannot produce the recipes of all sizes from one recipe.
 
-    Otherwise the number at ``path``, such as the lr, is converted in different ways, or other values than the size
-    change its best value. ``what`` is what is compared, if not ``path``.
+    The runs then differ in more than their size, so the best values at ``path``, such as the lr, cannot be compared.
+    In the message, ``what`` replaces ``path`` as the name of what is compared.
     """
     firsts: dict[RunScale, tuple[Recipe, Path]] = {}
     for scale, recipe, run in sorted(runs, key=lambda each: astuple(each[0])):
@@ -529,7 +531,7 @@ def _kept_values(recipe: Recipe, swept: str) -> dict[str, Any]:
 
 
 def _whole_scaling(recipe: Recipe) -> dict[str, Any]:
-    """Return the table [scaling] of a recipe with all sizes of its base."""
+    """Return a recipe's table [scaling], with all sizes of the base filled in."""
     shape, base = recipe.base_shape, recipe.base
     sizes = {"width": base.width, "depth": base.depth, "batch_tokens": base.batch_tokens, "tokens": base.tokens}
     sizes |= {"d_ff": shape.d_ff, "d_head": shape.d_head, "n_kv_heads": shape.n_kv_heads}
@@ -575,7 +577,9 @@ def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
         _require_new(seen, (scale, recipe.data.seed), str(run.path), "size and seed")
         if run.finish() is None:
             _final_loss(run)  # raises InputError if the run was interrupted
-            raise InputError(f"the run in {run.path} diverged, so its curve is cut; move it to another folder")
+            raise InputError(
+                f"the run in {run.path} diverged, so its curve ends early; move the run to another folder"
+            )
         lines = [(line["tokens"], line["loss"]) for line in run.metrics()]
         found.setdefault(scale, []).append([(at, math.nan if loss is None else loss) for at, loss in lines])
     scales = sorted(found, key=astuple)

@@ -66,10 +66,10 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return the given ``ranks``, sorted, without duplicates. Raise InputError for a rank outside the layout.
+    """Return ``ranks``, sorted and without duplicates. By default, return one rank of some pipeline stages.
 
-    Without ``ranks``, return the first rank of each stage if ``all_stages``, else of the first, second and last
-    stage.
+    These are the first, second and last stage, or all stages with ``all_stages``. The returned rank is the first of
+    its stage. Raise InputError for a rank outside the layout.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -115,9 +115,9 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's constants for leaven's trainer, without fixed memory and slack.
+    """Return the planner's constants for leaven's trainer, with fixed memory and slack set to 0.
 
-    The planner then predicts only the memory of tensors, which is what the dry run measures.
+    With these constants, the planner predicts only the memory of tensors. The dry run measures the same.
     """
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)

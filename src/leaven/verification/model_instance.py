@@ -80,8 +80,8 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
     """Return a function from the name of a module or parameter to its label, which is the same in all blocks.
 
     For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The label of the whole model is
-    ``output``. Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of modules of one type
-    with submodules. Such lists do not count if they are the model itself or inside a block.
+    ``output``. Blocks are the members of an ``nn.ModuleList``, and those of an ``nn.Sequential`` if they all have the
+    same type and have submodules. The model itself and lists inside a block do not count as such lists.
     """
     lists: list[str] = []
     for path, module in model.named_modules():

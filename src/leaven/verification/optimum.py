@@ -103,7 +103,10 @@ class LossGrid:
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 
     def _parabola(self, place: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Return (a, b, c) of the parabola a x^2 + b x + c through the losses around each ``place``."""
+        """Return (a, b, c) of the parabola a x^2 + b x + c through the mean losses around each grid index ``place``.
+
+        x is in octaves.
+        """
         near = self._points(place)
         x0, x1, x2 = np.moveaxis(self.octaves[near], -1, 0)
         y0, y1, y2 = np.moveaxis(np.take_along_axis(self.means, near, -1), -1, 0)
@@ -134,7 +137,7 @@ class Estimate:
 class _Runs:
     """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
 
-    The effects of seeds are 0, unless the fit is ``paired`` by seed and the runs determine them.
+    Effects of seeds are fitted only if ``paired`` is set and the runs determine these effects. Otherwise they are 0.
     """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
@@ -164,7 +167,7 @@ class _Runs:
     def pools(self) -> list[Array]:
         """Return the residuals from which a bootstrap draws, one array for each of the compared values.
 
-        A value with fewer than two known residuals has the residuals of all runs. Any other value has its own.
+        An array has the residuals of the runs with its value. If fewer than two are known, it has those of all runs.
         """
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]

@@ -23,7 +23,10 @@ from leaven.verification.model_instance import Quantity, RunScale, RunSetting, S
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """A recipe's training runs at any scale. ``text``: fingerprint of the recipe's tokens, or None."""
+    """The training runs of a recipe at any scale.
+
+    ``text`` is the fingerprint that the recipe's tokens must have; None allows any.
+    """
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)
@@ -127,7 +130,7 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the training runs of a recipe on its text. Raise InputError if the recipe cannot be trained on it."""
+    """Return a recipe's training runs on the tokens from ``prepare``. Raise InputError if it cannot be trained."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     check_trainable(recipe, tokens)
     return RecipeFamily(recipe, text=tokens.fingerprint)

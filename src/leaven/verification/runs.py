@@ -199,7 +199,7 @@ class RunStore:
                     self._damaged += 1
             if (self.folder / RESULT).exists() and not self._ended:
                 raise InputError(
-                    f"{self.folder} has the result of a check, but no undamaged runs in {LINES}; bring this file "
+                    f"{self.folder} has the result of a check, but {LINES} has no readable runs; bring this file "
                     "back, or start again with another --run"
                 )
             if not self._ended and is_other_text(self.folder / LINES, "key"):

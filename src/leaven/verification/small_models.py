@@ -1,8 +1,8 @@
-"""Make small models from a recipe of any size, with initial values for checks of a few steps.
+"""Make small models and their initial values from a recipe of any size, for checks that train a few steps.
 
-A scaling rule has the same exponents at all sizes if models keep their proportions. So a check without
---widths trains models of widths 64 to 512. If the recipe does not fit these widths, proportions are
-rounded.
+Without --widths, a check trains models of widths of about 64 to 512. Small widths suffice, because a scaling
+rule has the same exponents at all sizes if models keep their proportions. Proportions that are impossible at
+these widths are changed.
 """
 
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ from leaven.verification.recipe_family import RecipeFamily
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
 DEPTHS = (2, 4, 8, 16)
 EXPERT_DEPTHS = (4, 8, 16)
-"""Depths of models with experts. A check over depth measures the middle block. At depth 2, three quarters of all
-branches come before this block's MLP; in deep models, one half. Experts change more in a step than a dense MLP, so
-the change of the MLP's input falls from depth 2 to 8 (slope -0.22)."""
+"""Depths of models with experts. Depth 2 is left out: a check over depth measures the middle block, and at depth 2,
+three quarters of all branches come before its MLP, but in deep models only one half. Experts change more in a step
+than a dense MLP, so the change of the MLP's input would fall from depth 2 to 8 (slope -0.22)."""
 
 # The largest sequence length of small models and, if leaven trains the tokenizer, their largest vocabulary.
 VOCABULARY, SEQ_LEN = 4096, 256
@@ -68,7 +68,7 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
 
 
 def _fitted(shape: ModelShape) -> ModelShape:
-    """Return the shape at width 64 and depth 2. If ``shape.scaled`` refuses, use a width near 64 and other heads."""
+    """Return the shape at width 64 and depth 2. If this is impossible, use a width near 64 and other heads."""
     try:
         return shape.scaled(WIDTH, DEPTHS[0])
     except ValueError:

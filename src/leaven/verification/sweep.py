@@ -252,9 +252,8 @@ def _curves(
 ) -> Iterator[VerdictCurve]:
     """Yield the curves that a report of the sweep draws.
 
-    For each scale, yield the loss over the swept value, and the minimum if the grid has one. For each axis, such as
-    the width, take the scales on it that have a minimum. If there are at least two, yield their best values over the
-    axis.
+    For each scale: the loss over the swept value, and its minimum if the grid has one. For each axis, such as the
+    width: the best value over the axis, if at least two scales have a minimum.
     """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
@@ -317,11 +316,11 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
     failure, doubt = "", ""  # why the row fails, and why it is undecided
     if target.edge and not base.edge and inside and octaves.low is not None and cheapest > REGRET_LIMIT:
         # If there is a better value beyond the edge, the regret is even larger.
-        failure = f"{cost}, and the best {label} of {name} is at the edge of the grid or beyond"
+        failure = f"{cost}, and the best {label} of {name} is at or beyond the edge of the grid"
     elif no_optimum:
         doubt, beyond = no_optimum, 0.0
     elif octaves.low is None:
-        doubt, beyond = f"one seed has no interval; give {swept.more_seeds} 3", 0.0
+        doubt, beyond = f"no interval with only one seed; give {swept.more_seeds} 3", 0.0
     elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
         beyond = 0.0
         if not inside:

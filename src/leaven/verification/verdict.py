@@ -28,7 +28,7 @@ class Exponent:
 
     @property
     def beyond(self) -> float:
-        """``outside`` minus ``limit``. The check fails if this is above 0."""
+        """How far ``value`` is outside the range, minus ``limit``. The check fails if this is above 0."""
         return self.outside - self.limit
 
 
@@ -51,7 +51,7 @@ def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow],
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return the least-squares slope of log2 y over log2 x, or None unless all y are positive and finite."""
+    """Return the least-squares slope of log2 y over log2 x, or None if a y is not positive or not finite."""
     values = np.asarray(y, dtype=float)
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None

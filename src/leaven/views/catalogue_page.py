@@ -46,7 +46,7 @@ class CatalogueChart:
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
-    """Return the values of ``predicted``, such as "lr", at these model sizes, by the law's name."""
+    """Return what each law predicts for ``predicted``, such as "lr", at the model sizes ``sizes``, by law."""
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
         for result in evaluate(size, TOKENS_PER_PARAMETER * size):
@@ -91,9 +91,9 @@ CHARTS = (
         lines=lambda sizes: {"Chinchilla, 20 tokens per parameter": [(size, 20 * size, True) for size in sizes]},
     ),
     CatalogueChart(
-        key="init", title="Init std", note="Of matrices that read the residual stream. Thin lines: rules that depend "
-        f"on the width, at d_model = {ASPECT:g} n_layers.", unit="standard deviation", hover="init std {}",
-        path="init.std", lines=_inits,
+        key="init", title="Init std", note="The std of matrices that read the residual stream. Thin lines: rules "
+        f"that depend on the width, at d_model = {ASPECT:g} n_layers.",
+        unit="standard deviation", hover="init std {}", path="init.std", lines=_inits,
     ),
 )  # fmt: skip
 

@@ -109,7 +109,7 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
     """
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
-    for quantity, title in (("normalised", "normalised loss"), ("deviation", "share of the fall of the loss")):
+    for quantity, title in (("normalised", "normalised loss"), ("deviation", "share of the loss decrease")):
         curves = [curve for curve in check.curves if curve.quantity == quantity]
         if not curves:
             return {}, {}

@@ -75,7 +75,7 @@ def conclusion(check: CheckDocument) -> str:
         return f"passed: {len(judged)} of {len(judged)} rows"
     if all(row.undecided for row in failed):
         undecided = (
-            f"UNDECIDED: {len(failed)} of {len(judged)} rows, {failed[0].axis} first; this does not count as passed"
+            f"UNDECIDED: {len(failed)} of {len(judged)} rows; first: {failed[0].axis}; this does not count as passed"
         )
         return f"{undecided}. {check.advice}" if check.advice else undecided
     rule = check.settings.get("rule")
@@ -87,7 +87,7 @@ def conclusion(check: CheckDocument) -> str:
         worst = max(failed, key=lambda row: row.beyond or 0.0).axis
     unsure = sum(row.undecided for row in failed)
     besides = f" and {unsure} undecided" if unsure else ""
-    return f"FAILED: {len(failed) - unsure}{besides} of {len(judged)} rows, {worst} most{advice}"
+    return f"FAILED: {len(failed) - unsure}{besides} of {len(judged)} rows; worst: {worst}{advice}"
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from leaven.views.terminal.files import comparison_tables
 
 MOST_RUNS = 9  # the number of colours of the charts
 _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
-    "texts": lambda recipe: sorted(str(source.model_dump()) for source in recipe.data.sources),
+    "training texts": lambda recipe: sorted(str(source.model_dump()) for source in recipe.data.sources),
     "ends of documents": lambda recipe: (recipe.data.documents, recipe.data.end_of_text),
     "tokenizers": lambda recipe: recipe.data.tokenizer,
     "vocabulary sizes": lambda recipe: recipe.model.vocab_size,
@@ -35,11 +35,11 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
     """Compare the runs in ``folders`` with the first run. Return an HTML page and a document.
 
-    Both contain ``output``, the path of the page. Nothing is written here.
+    Both contain ``output``, the path of the page. The page is not written.
 
     Raises:
-        InputError: if a folder is given twice or has no run with steps, there are more than `MOST_RUNS`, or plotly is
-            missing.
+        InputError: if a folder is given twice or has no run with steps, if there are more than `MOST_RUNS` folders,
+            or if plotly is missing.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
@@ -115,8 +115,8 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
     """Return the number of tokens at which a run reached ``loss``, interpolated between validations.
 
-    ``validation`` has pairs (tokens, loss). At least one must have a loss of at most ``loss``. Return None if the
-    first pair has: the run reached ``loss`` at an unknown time before it.
+    ``validation`` has pairs (tokens, loss). At least one must have a loss of at most ``loss``. If the first pair
+    already has such a loss, return None, because it is not known when the run reached ``loss``.
     """
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss
@@ -149,11 +149,11 @@ def _warnings(runs: Sequence[RunView]) -> Iterator[str]:
         if changed := changed_values(run.folder):
             yield f"{run.title} was trained with {', '.join(changed)}, because --rewind-to changed its recipe"
         if left_out := text_left_out(run.folder):
-            yield f"{run.title} was trained with {left_out}, because of --skip-tokens"
+            yield f"{run.title} skipped {left_out}, because of --skip-tokens"
     own = runs[0].recipe
     different = [what for what, of in _COMPARABLE.items() if any(of(run.recipe) != of(own) for run in runs)]
     yield from (f"the {what} differ, so the losses cannot be compared" for what in different)
     if not different and len({run.folder.text() for run in runs} - {None}) > 1:
-        yield "the texts differ, although their paths are equal, so the losses cannot be compared"
+        yield "the training texts differ, although their paths are equal, so the losses cannot be compared"
     if any(run.recipe.data.seed != own.data.seed for run in runs):
         yield "the seeds differ, so the differences include the noise between seeds"

@@ -26,7 +26,8 @@ COMMANDS = (  # for a model of the user's own, after the demo
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return losses by lr for each (rule, width). The base has means over seeds, other widths the first seed."""
+    """Return {lr: loss} for each (rule, width). At the base width, a loss is the mean over seeds; at other widths, it
+    is the loss of the first seed."""
     base = demo.models[0].width
     return {
         (rule, width): {
@@ -46,18 +47,18 @@ def headline(demo: DemoDocument) -> Iterator[str]:
     if result is None:
         yield "The demo has not finished; run the same command again to resume."
         return
-    where = f"At {result.width / base:g} times the width, the small model's values, moved by the rule, end"
+    where = f"At {result.width / base:g} times the width, the loss with the small model's values moved by the rule is"
     ends = f"(95% interval {result.low:.3f} to {result.high:.3f}, {len(result.moved)} seeds)"
     if result.low > 0:
-        yield f"{where} {result.difference:.3f} nats below the same values copied {ends}."
+        yield f"{where} {result.difference:.3f} nats lower than with these values copied {ends}."
     elif result.high < 0:
-        yield f"{where} {-result.difference:.3f} nats ABOVE the same values copied {ends}."
+        yield f"{where} {-result.difference:.3f} nats HIGHER than with these values copied {ends}."
     else:
-        yield f"{where} within noise of the same values copied: {result.difference:.3f} nats below {ends}."
+        yield f"{where} within noise of that with these values copied: {result.difference:.3f} nats lower {ends}."
     drawn = curves(demo)
     first = best(drawn["standard", base])
     copied, moved = (_change(first, best(drawn[rule, result.width]), demo.lrs) for rule in RULES)
-    yield f"The best learning rate {copied} when copied, and {moved} when moved."
+    yield f"The best learning rate {copied} with copied values, and {moved} with moved values."
 
 
 def _change(first: float, last: float, lrs: list[float]) -> str:
@@ -119,20 +120,20 @@ def cost(demo: DemoDocument) -> float:
 
 
 def demo_plan(demo: DemoDocument, runs: int) -> Iterator[str]:
-    """Yield lines that describe the training runs of a demo, of which there are ``runs``."""
+    """Yield lines that describe the training runs of a demo. ``runs`` is their number."""
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES
     yield "Is the best learning rate of a small model also the best for a wider model?"
     lrs = f"{len(demo.lrs)} learning rates from {demo.lrs[0]:g} to {demo.lrs[-1]:g}"
     yield (
-        f"1  train width {base} with {lrs}, and widths {', '.join(map(str, wider))} twice: with the values of "
-        f"width {base} copied (rule {copied}), and moved by the rule {moved}"
+        f"1  train width {base} with {lrs}; then train widths {', '.join(map(str, wider))} twice: with the "
+        f"hyperparameters of width {base} copied (rule {copied}), and with these moved by the rule {moved}"
     )
     yield (
         f"2  train width {wider[-1]} with the best learning rate of width {base}, copied and moved, with "
         f"{demo.seeds} seeds"
     )
-    shorter = "; --quick takes about a third of the time, in another folder" if demo.size == "full" else ""
+    shorter = "; leaven demo --quick --run runs/quick takes about a third of the time" if demo.size == "full" else ""
     yield (
         f"{runs} runs of {format_quantity(demo.tokens)} tokens of {demo.source} with {demo.processes} processes "
         f"(size {demo.size}{shorter})"

@@ -242,9 +242,9 @@ def read_check(folder: Path) -> CheckDocument:
 
 
 def _document(path: Path, kind: type[Kind], again: str = _AGAIN) -> Kind:
-    """Return the document in a file. Raise InputError if the file is not as leaven wrote it, or has no digest.
+    """Return the document in a file. Raise InputError if it cannot be read or shown in charts, or was changed.
 
-    ``again``: what to do about a refused file.
+    ``again`` is the end of the message: how to get a good file.
     """
     try:
         content = storage.read(path)

@@ -61,7 +61,7 @@ def published_range(plan: PlanDocument) -> list[str]:
     device = plan.cluster.rpartition("x")[2].partition("-")[0]
     if plan.calibration is not None or plan.cluster == "cpu":
         return []
-    instead = "leaven plan RECIPE --measure on such a device replaces this"
+    instead = "to measure the time, type on a machine with this GPU: leaven plan RECIPE --measure"
     if not rows:
         return [f"not known: no published run on {plan.cluster.rpartition('x')[2]} was compared", instead]
     edges = min(row.low for row in rows), max(row.high for row in rows)
@@ -69,12 +69,12 @@ def published_range(plan: PlanDocument) -> list[str]:
     low, high = (duration(max(least, (step - waiting) * edge)) for edge in edges)
     if waiting and low == high:
         return [
-            "not known: the host decides the time of a step, and published runs do not say how fast it is",
+            "not known: the host decides the time of a step, and published runs do not report the speed of hosts",
             instead,
         ]
     most = sorted(rows, key=lambda row: -row.rows)[:3]
     codes = [f"x{row.low:.2f} to x{row.high:.2f} of the planned time: {row.code} ({row.rows} rows)" for row in most]
-    return [f"{low} to {high} a step, as published runs on {device} boards", *codes, instead]
+    return [f"{low} to {high} a step, judging by published runs on {device} boards", *codes, instead]
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:

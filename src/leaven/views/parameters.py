@@ -31,7 +31,7 @@ HEADERS = {
     "eps": "ε",
     "multiplier": "multiplier",
 }
-"""The values of a parameter that are displayed, with their headers on pages."""
+"""The column headers of the displayed values of a parameter, by field of the row."""
 # Letters in the formulas of a rule that :func:`reason` shows with another subscript: I^-1 as m_in^-1.
 _SUBSCRIPTS = {"I": "in", "O": "out", "H": "head", "M": "match"}
 # A row of the parameter table, or of the document of ``leaven show``.
@@ -94,7 +94,7 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """Return why a parameter has its value of ``quantity``, a key of ``HEADERS``, such as ``m_in^-1 = 0.25``.
+    """Return the reason for a parameter's ``quantity`` (a key of ``HEADERS``), such as ``m_in^-1 = 0.25``.
 
     Each m is a ratio target / base: m_in of the fan in, m_out of the fan out, m_head of the head dimension, m_L of
     the depth, m_B of the batch size, m_D of the tokens, and m_match of Muon's factor on the update.
@@ -121,8 +121,11 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the cells of the factor on ``quantity``. For init stds, it is the factor on the variance. For betas, it
-    is the factor on the half-life. For Muon's beta1, beta2 and eps, return ()."""
+    """Return the cells of ``rule`` whose product is the factor on ``quantity``.
+
+    For init_std, this is the factor on the variance. For betas, it is the factor on the half-life. Return () for
+    Muon's beta1, beta2 and eps.
+    """
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

@@ -34,7 +34,7 @@ def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, st
     """Return the lines of a memory chart as (GiB, label, dash): the capacity of a GPU and the planner's limit."""
     return [
         (capacity_gib, f"{capacity_gib:g} GiB: capacity", "solid"),
-        (usable_gib, f"{usable_gib:.3g} GiB: limit of the plan", "dot"),
+        (usable_gib, f"{usable_gib:.3g} GiB: the planner's limit", "dot"),
     ]
 
 

@@ -101,7 +101,7 @@ def result(state: StudyDocument) -> list[str]:
         reason = "nothing was found that is known to be better" if tried else "nothing else was run"
         lines.append(f"the start itself: {reason}")
     if gain is not None and noise:
-        few = f", but only {repeats(state)} measured this noise" if state.noise_runs < SURE else ""
+        few = f" (estimated from only {repeats(state)})" if state.noise_runs < SURE else ""
         above = f"{gain / noise:.1f} times the noise" if gain > noise else "not above the noise"
         lines.append(f"the gain is {above} between seeds{few}")
     return lines
@@ -125,15 +125,15 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
             beyond = f"the optimum may be outside the search space; to search farther, {wider}"
             facts += under("at a limit", [f"{short_path(each.path)}: {each.end}", beyond])
     if state.idle:
-        count = f"{len(state.idle)} of {len(state.coordinates)}"
-        text = f"{count}: resetting them all to the start costs less than the noise"
+        count = f"{len(state.idle)} of {len(state.coordinates)} values"
+        text = f"{count}: resetting all of these to the start costs less than the noise"
         facts += under("not worth", [text, names([short_path(path) for path in state.idle])])
     if unsure := [each.gain for each in state.coordinates if state.effect(each) == UNSURE]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f} nats{' together' if len(unsure) > 1 else ''}"
         facts.append(("unsure", f"{len(unsure)} with a gain that may be noise: {gains}"))
     if state.informed is not None:
-        verdict = "used" if state.informed else "dropped, because the trials contradict them"
-        facts.append(("prior", f"expectations of laws or of an earlier study were {verdict}"))
+        verdict = "used" if state.informed else "not used, because the trials contradict it"
+        facts.append(("prior", f"the prior from laws or an earlier study was {verdict}"))
     if state.outlook is not None:
         facts += outlook_facts(state.outlook, state.noise_floor)
     if state.stalled:
@@ -143,7 +143,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about ``fewest``, the point with the fewest changes that equals the best within the noise."""
+    """Return lines about ``fewest``: of all points as good as the best within noise, the one with fewest changes."""
     if fewest == state.octaves:
         return [("fewest", "no trial with fewer changes is equal to the best within the noise")]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
@@ -153,7 +153,8 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
         if moved
         else "none changed: the start"
     )
-    lines = [f"{changes}, equal to the best within the noise; expected {signed(state.fewest_cost or 0.0)} nats"]
+    expected = f"expected loss relative to the best: {signed(state.fewest_cost or 0.0)} nats"
+    lines = [f"{changes}, equal to the best within the noise; {expected}"]
     if state.fewest is not None:
         lines.append(f"measured {state.fewest.loss:.4f}, {state.fewest.certainty}")
     if moved:
@@ -163,8 +164,8 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return up to two facts: the expected gain of more trials, and the two values that alone bring the largest share
-    of the best point's predicted gain over the start."""
+    """Return up to two facts: the expected gain of more trials, and the pair of values with the largest predicted
+    gain if only these two are changed."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
@@ -185,7 +186,7 @@ def _wider(dimension: Dimension, best: float) -> str:
     low, high = (low, math.ceil(high + step)) if dimension.upper(best) else (math.floor(low - step), high)
     # 0, which stands for the value in the recipe, must be between the two limits.
     limits = f'"{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
-    return f"set [tuning.octaves] {limits} and, to search the other values as well, [tuning] space"
+    return f"set {limits} under [tuning.octaves]; to search other values as well, list them as space under [tuning]"
 
 
 def names(found: Sequence[str]) -> str:

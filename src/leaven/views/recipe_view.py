@@ -65,9 +65,10 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 
 
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
-    """Return a band of the page: a coloured cell for each layer, ``text`` beside it, and ``label`` in its tooltip.
+    """Return a band of the page: a cell for each layer, ``text`` beside the cells, and ``label`` in the tooltip.
 
-    ``state`` is "left" for a multiplier that the study did not search, "depth" for depth multipliers, or else "".
+    ``factors`` and ``reach`` give the colours (:func:`shade`). ``state`` is "left" for a multiplier that the study
+    did not search, "depth" for depth multipliers, or else "".
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
@@ -97,9 +98,9 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the colour legend as pairs (colour, factor). The colours cover ``reach`` octaves on each side of 1.
+    """Return the legend of :func:`shade` as pairs (colour, factor).
 
-    The factors are 1 and at most three evenly spaced powers of 2 on each side of 1.
+    The factors are 1 and up to three powers of 2 above and below it, evenly spaced in octaves, within ``reach``.
     """
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
@@ -148,7 +149,10 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return module multiplier x depth multiplier for each layer, or one number for a module outside layers."""
+    """Return a module's multiplier of ``kind`` (such as ``lr``) x the depth multiplier, for each layer.
+
+    A module outside the layers has one number, without the depth multiplier.
+    """
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]

@@ -97,7 +97,7 @@ def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
 
 
 def _logarithmic(title: str, lines: Sequence[Figure], x: Figure, spell: charts.Spell) -> Figure | None:
-    """Draw lines with a fitting logarithmic y axis. Return None if the lines have no points."""
+    """Draw lines over tokens, with a logarithmic y axis. Return None if the lines have no points."""
     seen = [value for line in lines for value in line["y"]]
     if not seen:
         return None

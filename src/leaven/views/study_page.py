@@ -91,7 +91,7 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return a table of the best point's changed values, or None if there are none."""
+    """Return a table of the values that differ between the best point and the start, or None if there are none."""
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
         for point in (study.octaves, study.fewer)

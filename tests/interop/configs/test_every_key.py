@@ -81,11 +81,11 @@ NOT_EXPORTED: Mapping[str, list[str]] = {
     "transformers": [
         f"layout.tp = 2, layout.pp = 2 are not exported: {ELSEWHERE}, whichever has it",
         f"layout.zero = 3 is not exported: {ELSEWHERE}; leaven export config --to deepspeed writes it",
-        f"layout.timeout_seconds = 60 is not exported: set this in transformers, if it has it; {BITS}",
+        f"layout.timeout_seconds = 60 is not exported: set this in transformers if possible; {BITS}",
     ],
-    "deepspeed": [f"{THREE} are not exported: set this in DeepSpeed, if it has it; {BITS}"],
-    "nanotron": [f"layout.timeout_seconds = 60 is not exported: set this in nanotron, if it has it; {BITS}"],
-    "torchtitan": [f"layout.timeout_seconds = 60 is not exported: set this in torchtitan, if it has it; {BITS}"],
+    "deepspeed": [f"{THREE} are not exported: set this in DeepSpeed if possible; {BITS}"],
+    "nanotron": [f"layout.timeout_seconds = 60 is not exported: set this in nanotron if possible; {BITS}"],
+    "torchtitan": [f"layout.timeout_seconds = 60 is not exported: set this in torchtitan if possible; {BITS}"],
 }
 
 

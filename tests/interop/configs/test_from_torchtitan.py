@@ -154,7 +154,7 @@ def test_parameters_that_differ_over_depth_are_said(tiny: Recipe, tmp_path: Path
 def test_gains_of_a_folded_recipe_are_said(tiny: Recipe, tmp_path: Path) -> None:
     recipe = transferred(tiny.replace(PLAIN | {"model.tied_embeddings": True}))
     unread = imported(tmp_path, saved(recipe)).unread
-    assert any(line.startswith("initial values of norm.final, 0.25") for line in unread)
+    assert any(line.startswith("initial value 0.25 of norm.final") for line in unread)
 
 
 def test_a_fused_matrix_and_the_named_init(tiny: Recipe, tmp_path: Path) -> None:
@@ -222,13 +222,13 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         ("lr = 3e-4", "lr = 'fast'", "optimizer.lr fast must be a number"),
         ("lr = 3e-4", "name = 'Muon'", "optimizer.name Muon: leaven supports only AdamW, Adam"),
         ("tensor_parallel_degree = 2", "tensor_parallel_degree = 0", "tensor_parallel_degree 0 must be at least 1"),
-        ("tensor_parallel_degree", "data_parallel_shard_degree = 0\ntensor_parallel_degree", "or -1 for all other"),
+        ("tensor_parallel_degree", "data_parallel_shard_degree = 0\ntensor_parallel_degree", "-1 for all remaining"),
         (
             "tensor_parallel_degree",
             "fsdp_reshard_after_forward = 'some'\ntensor_parallel_degree",
             "only always, never, default",
         ),
-        ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
+        ("flavor", "flavour", "has no model_spec, and no name and flavor under [model]"),
         ("[model]", "[model", "cannot be read as TOML or JSON"),
         (
             "local_batch_size = 1",

@@ -134,7 +134,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--group-query-attention --num-query-groups $G", "$G, which is unknown until the script runs"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: these are two activations; remove one"),
         ("--ffn-hidden-size $FFN", "$FFN, which is unknown until the script runs; write the number"),
-        ("--save 'x", "leaven cannot read line 1 (' without a partner)"),
+        ("--save 'x", "leaven cannot read line 1 (unmatched ')"),
         ("--window-size 8", "--window-size 8: leaven supports only LEFT,0"),
         ("--window-size 8,0 --window-attn-skip-freq 0", "leaven supports only windows in all layers but every N-th"),
         (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "or a pattern of 2 layers"),
@@ -219,7 +219,7 @@ def test_experts_on_the_processes_of_ranks() -> None:
     assert (found.recipe.layout.ep, found.recipe.layout.dp) == (4, 8)
     assert found.recipe.model.experts is not None
     assert found.recipe.model.experts.balance_loss == 0.02
-    assert [line for line in found.unread if line.startswith("aux_loss of") and "gets --moe-aux-loss-coeff" in line]
+    assert [line for line in found.unread if "-type aux_loss: leaven supports only seq_aux_loss" in line]
     with refused("args.sh: ", "needs 4 processes or a multiple of that"):
         from_megatron.read(f"{text} --expert-model-parallel-size 4", "args.sh", "x", ranks=6)
 
@@ -258,7 +258,7 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
         ("--max-position-embeddings 256", "--max-position-embeddings 256"),
         ("--max-position-embeddings 256 --position-embedding-type rope", "--max-position-embeddings"),
         ("--position-embedding-type rope --use-rotary-position-embeddings", None),
-        ("--no-bias-gelu-fusion", "exact gelu, of --no-bias-gelu-fusion"),
+        ("--no-bias-gelu-fusion", "--no-bias-gelu-fusion: exact gelu"),
         ("--openai-gelu", None),
         ("--no-bias-gelu-fusion --swiglu", "--no-bias-gelu-fusion"),  # a kernel
         ("--window-size -1,0", None),
@@ -472,9 +472,7 @@ def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None
         assert (recipe.hyperparameters.beta2, recipe.hyperparameters.weight_decay) == (0.999, 0.0)
         assert "default" in recipe.why["hyperparameters.beta2"]
         assert found.unread == ("label_smoothing_factor",)
-        assert (
-            "model.seq_len: 128 is used, the longest sequence of the model; if yours are shorter" in found.unknown[0]
-        )
+        assert "model.seq_len: 128 is used, the longest sequence of the model; if you train" in found.unknown[0]
     exported = from_transformers.read(folder(tmp_path, CONFIG | {"leaven": {"dp": 1}}), "x")
     assert not any(line.startswith("model.seq_len") for line in exported.unknown)
 
@@ -511,7 +509,7 @@ def test_a_model_that_the_trainer_saved_without_its_state(tmp_path: Path) -> Non
         ({"accelerator_config": {"split_batches": True}}, 12, 3, ()),
         ({"accelerator_config": {"split_batches": False}}, 24, 6, ()),
         ({"accelerator_config": "x.json"}, 24, 6,
-         ("accelerator_config x.json, with which the batch may be another one",)),
+         ("accelerator_config x.json: this file may change the batch size",)),
         ({"per_gpu_train_batch_size": 2}, 8, 2, ()),
         ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, 24, 6,
          ("gradient_accumulation_kwargs of accelerator_config",)),
@@ -587,7 +585,7 @@ KWARGS = {"lr_scheduler_type": "cosine_with_min_lr"}
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
         (CONFIG, {"bf16": "False"}, "bf16 'False' must be true or false"),
         (CONFIG, {"weight_decay": 0.1, "adam_beta2": None}, "adam_beta2 is null; write a number"),
-        (CONFIG, {"warmup_ratio": 1.0}, "warmup_ratio 1 is a whole run in transformers 4"),
+        (CONFIG, {"warmup_ratio": 1.0}, "warmup_ratio 1 is a share of the run in transformers 4"),
         (CONFIG, {"bf16": True, "fp16": True}, "bf16 and fp16 are two precisions; remove one"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr_rate": [1]}}, "min_lr_rate [1] must be a number"),

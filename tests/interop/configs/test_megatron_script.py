@@ -170,7 +170,7 @@ def test_a_default_is_listed_and_does_not_hide_a_change() -> None:
         return [line for line in unknown if "$LR" in line]
 
     assert lines("") == [
-        "$LR: the script's default is used, unless the environment or an argument sets another value"
+        "$LR: leaven uses the script's default; the environment or an argument may set another value"
     ]
     assert lines("LR=1e-3") == []
     assert lines("if [ $1 ]; then LR=2; fi") == ["--lr: $LR (line 1 may change it) is unknown until the script runs"]
@@ -353,10 +353,10 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
             "ARGS=(--lr 1)\nMORE=(--bf16)",
             NO_COMMAND,
         ),
-        (f"date\n{TRAIN} --lr '1", f"leaven cannot read line 2 (' without a partner){ADVICE}"),
+        (f"date\n{TRAIN} --lr '1", f"leaven cannot read line 2 (unmatched '){ADVICE}"),
         (f'date\n{TRAIN} --lr "1', "cannot read line 2"),
-        (f"date\n\n{TRAIN} --lr $(cat", "cannot read line 3 ($( without a partner)"),
-        (f"date\n{TRAIN} --lr ${{LR", "cannot read line 2 (${ without a partner)"),
+        (f"date\n\n{TRAIN} --lr $(cat", "cannot read line 3 (unmatched $()"),
+        (f"date\n{TRAIN} --lr ${{LR", "cannot read line 2 (unmatched ${)"),
         (f"ARGS=(--lr 1\n{TRAIN}", "cannot read line 1 (ARGS=( has no end)"),
         (f"if [ $1 ]; then\n{TRAIN}\n", "(fi is missing)"),
         (f"LR=1\ndone\n{TRAIN}", "cannot read line 2 (unexpected done)"),

@@ -69,8 +69,11 @@ def findings(
 
 
 def combined(recipe: Recipe, found: Sequence[FindingRow]) -> Suggestion:
-    """Return the first suggested changes of all findings above a note, together. The most severe finding comes first
-    in ``found``, and decides a value that several change. If the recipe cannot have all changes, return only its."""
+    """Return the first suggestions of all findings above a note, merged. The earliest finding decides a value.
+
+    If the merged changes do not make a valid recipe, return only those of the earliest finding. ``found`` begins with
+    the most severe finding.
+    """
     each = [one.mends[0] for one in found if one.severity != "note" and one.mends]
     changes = {path: value for suggestion in reversed(each) for path, value in suggestion.items()}
     try:
@@ -81,7 +84,7 @@ def combined(recipe: Recipe, found: Sequence[FindingRow]) -> Suggestion:
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return a check's finding, or None. The suggested changes are untested."""
+    """Return a check's finding, or None if it has none. It is not yet tested whether the suggested changes help."""
     read = _read(check, case)
     if read is None:
         return None
@@ -136,7 +139,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with the values of ``case``, or None if the check does not apply."""
+    """Return the check with the values of the recipe in ``case``, or None if the check does not apply to it."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)

@@ -1,7 +1,7 @@
 """The classes of ``recipes check``: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-Values that differ between parameters, such as lr, are compared after the scaling rule. The compared value is usually
-the median over the hidden weights (the matrices in blocks).
+If a value differs between parameters, as lr does after the scaling rule, a check usually compares the median over the
+hidden weights (the matrices in blocks).
 """
 
 import math
@@ -25,7 +25,7 @@ Suggestion = Mapping[str, Any]
 """Values to set, by path; None removes a value."""
 
 VOTES = 5
-"""A recipe has at most this many neighbours, and a finding names at most this many runs with a usual value."""
+"""A recipe is compared with at most this many published runs, and a finding names at most this many as examples."""
 # A run with the recipe's norms and within all these factors counts as alike. If a run that is alike has the unusual
 # value, too, the finding is only a note, except beyond `Check.trained`.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
@@ -47,8 +47,8 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 class Check:
     """A check of ``checks.toml``, with the values that it compares for one recipe.
 
-    The fields from ``value`` on are set for the recipe: first by :meth:`read`, then by the function of the check. A
-    check without limits gives a note whenever it applies.
+    :meth:`read` sets the fields from ``value`` on. A function with the check's name, if any, may then change them.
+    A check without limits gives a note whenever it applies.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Case:
 
     @cached_property
     def size(self) -> RunSize:
-        """Return the recipe's size, with the runs and laws that `leaven new` would use."""
+        """Return the recipe's model and tokens, with the published runs nearest in size."""
         model = self.recipe.model
         near = neighbours(
             self.params,
@@ -154,7 +154,7 @@ class Case:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs with a comparable lr, nearest in size first. A dense recipe has dense runs only."""
+        """Return published runs with a comparable lr, nearest in size first. For a dense recipe, only dense runs."""
         kinds = {"dense", "moe"} if self.recipe.model.experts else {"dense"}
         known = (run for run in load_runs() if run.kind in kinds and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
@@ -218,11 +218,12 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return a change of a hyperparameter, after which its median over the hidden weights is about ``wanted``.
+        """Return {path: new value} for a hyperparameter, so that its median over the hidden weights is about
+        ``wanted``.
 
         ``to`` rounds the new value to two digits, for example ``math.ceil`` if the median must not be below
-        ``wanted``. A beta is instead rounded to the nearest value with three digits. From 0.9 on, the digits are
-        those of 1 - beta.
+        ``wanted``. For a beta, ``to`` is ignored: a beta below 0.9 is rounded to three digits, and for a higher beta,
+        1 - beta is rounded to three digits.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

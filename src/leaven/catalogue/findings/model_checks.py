@@ -179,7 +179,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes``, and with published MoEs as its runs: those that have a value to compare.
+    """Return the check with ``changes``. Its runs become the published MoEs that have a value to compare.
 
     The lowest and the highest published value become the facts ``least`` and ``most``.
     """

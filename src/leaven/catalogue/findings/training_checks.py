@@ -1,7 +1,7 @@
 """Functions for checks of optimizer, schedule, batch and text.
 
-Each function has the name of a check in ``checks.toml``. It returns this check with the compared value and the
-suggested changes filled in, or None if the check does not apply.
+Each function has the name of a check in ``checks.toml``. It takes that check and the recipe as a ``Case``. It
+returns a copy of the check with the compared value and the suggested changes, or None if the check does not apply.
 """
 
 import math
@@ -38,8 +38,8 @@ def size(check: Check, case: Case) -> Check | None:
 def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs and their median.
 
-    Published runs have one lr for all parameters. If the embedding and the hidden weights have different
-    lrs, the check uses the lr in their range that is nearest to the median.
+    Published runs have one lr for all parameters. If the recipe has different lrs for the embedding and the hidden
+    weights, the check uses the number from the lowest to the highest of them that is nearest to the median.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -56,9 +56,9 @@ def lr(check: Check, case: Case) -> Check | None:
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
-    """Compare the lr of a model without QK-norm with the highest lr of the nearest runs without QK-norm.
+    """Compare the recipe's lr with the highest lr of the nearest published runs without QK-norm.
 
-    Return None if the model has QK-norm or there are no such runs.
+    Return None if the recipe's model has QK-norm, or if there are no such runs.
     """
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
@@ -83,10 +83,10 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report that the recipe has no z-loss although its lr is high: over 1.5 times that of all near runs without one.
+    """Report a recipe without a z-loss whose lr is over 1.5 times the highest lr of the near runs without a z-loss.
 
-    The report needs at least two near runs without a z-loss, and a run with a z-loss whose lr is at least half the
-    recipe's. Otherwise return None.
+    Return None if fewer than two near runs have no z-loss, or if no published run with a z-loss has at least half of
+    the recipe's lr.
     """
 
     def has_z_loss(run: PublishedRun) -> bool:
@@ -118,7 +118,7 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Check the weight decay, unless the scaling rule changes it or the optimizer is Adam."""
+    """Return the check, or None if the scaling rule changes the weight decay or the optimizer is ``adam``."""
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
     return None if moved or tuned.optimizer == "adam" else check
@@ -139,8 +139,8 @@ def muon(check: Check, case: Case) -> Check | None:
 
 
 def muon_lr(check: Check, case: Case) -> Check | None:
-    """Compare the lr of Muon, converted to AdamW's, with the lrs of the nearest runs with Adam(W), and of runs with
-    Muon of a similar size. Return None if the recipe has no lr of Muon, or no such run is known."""
+    """Compare Muon's lr, converted to AdamW's scale, with published lrs: of the nearest runs with Adam or AdamW, and
+    of all runs with Muon and a similar size. Return None if Muon updates no matrix, or if no lr is published."""
     value = case.muon("lr")
     near = [run for run in _with_muon() if size_ratio(run, case.params) <= FACTOR]
     known = sorted([*case.near(attrgetter("peak_lr")), *(run.peak_lr for run in near if run.peak_lr)])
@@ -154,7 +154,7 @@ def muon_lr(check: Check, case: Case) -> Check | None:
 
 
 def muon_decay(check: Check, case: Case) -> Check | None:
-    """Compare the decay of Muon's matrices, as a weight decay of AdamW. Return None if Muon updates no matrix."""
+    """Compare Muon's weight decay, converted to AdamW's scale. Return None if Muon updates no matrix."""
     value = case.muon("weight_decay")
     if value is None:
         return None
@@ -271,7 +271,7 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Compare the batch with the largest batch of the nearest published runs. Smaller batches cost no quality."""
+    """Compare the batch with the largest batch of the nearest published runs. Any smaller batch passes."""
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None

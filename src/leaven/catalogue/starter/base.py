@@ -96,7 +96,7 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
     """Copy a tuned base's hyperparameters into the draft.
 
-    The warm-up keeps its share of the run: the draft's run has ``tokens`` tokens.
+    ``tokens`` is the length of the draft's run. The warm-up is the same share of this run as of the base's run.
     """
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():

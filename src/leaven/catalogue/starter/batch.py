@@ -18,22 +18,23 @@ BATCH_TOKENS_EXPONENT = 0.46
 """A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""The batch leaves at least this many steps. Below 1,000 steps `leaven recipes check` reports "outside"."""
+"""Usual minimum steps of a run without ``--from``. `leaven recipes check` calls fewer than 1,000 steps "outside"."""
 FEWEST_STEPS = 200
 """Fewest steps of a run with the batch of a reference run (``--from``). Shorter runs are refused."""
 LARGEST_CONSTANT = 8_400_000
-"""Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Larger batches were reached
-with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or their sources do not say how."""
+"""Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Runs with
+larger batches had a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or it is not published whether they had one."""
 MOST_INCREMENTS = 16
 """The first batch of a ramp is 1/2 to 1/16 of the full batch, because a small batch limits data parallelism. Each
 increment has the size of the first batch."""
 
 
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the starts and the lengths of published batch ramps without stages, by run id.
+    """Return two dictionaries by run id: the starts and the lengths of published batch ramps.
 
-    A start is (first batch) / (last batch). A length is the ramp's share of the run. Each model family gives
-    only its largest run. By default, ``runs`` are the dense runs.
+    A start is (first batch) / (last batch). A length is (tokens of the ramp) / (tokens of the run). Of each model
+    family, only the largest run counts. Ramps of the kind ``stages`` are left out. By default, ``runs`` are the
+    dense runs.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}

@@ -89,7 +89,8 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
 
 
 def widths_of_experts(near: Neighbours) -> Votes:
-    """Return the votes on w / d_model, where w is the total width of the experts that a token uses."""
+    """Return the neighbours' values of w / d_model and their weighted median. w is the total width of the experts
+    that a token uses."""
     return near.middle(near.values(attrgetter("expert_ratio")))
 
 
@@ -151,7 +152,7 @@ class RunSize:
         Args:
             laws: the value of each law, by the law's name.
             of_run: returns the value of a published run, or None.
-            own: the value of the reference run, which replaces the values of all other published runs.
+            own: the value of the run that ``--from`` names, if any. It is used instead of the values of other runs.
         """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
         if own and self.reference:
@@ -218,16 +219,17 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set the value at ``path``, and give its reason: the template ``message`` (or else ``path``), filled in
-        with ``facts``."""
+        """Set the value at ``path``. Its reason is the template ``message``, by default the template ``path``,
+        filled in with ``facts``."""
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])
 
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
-        """Set the value at ``path``. Its reason is the template ``message``, filled in with ``evidence``, ``facts``.
+        """Set the value at ``path``, and finish the step ``title`` (:meth:`step`) with the sources of ``evidence``.
 
-        This value ends the step ``title`` (see :meth:`step`), whose sources are those of the evidence.
+        The value's reason and the step's text are templates named ``message``, filled in with ``evidence`` and
+        ``facts``.
         """
         self.uncertain[title] = {"spread": evidence.spread}
         self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)
@@ -261,7 +263,7 @@ class StarterRecipes:
     source: Mapping[str, int | None] = field(default_factory=dict)
 
     def document(self, path: Path, proxy_path: Path, fit: TimeFit | None = None) -> NewRecipe:
-        """Return the document of ``leaven new``. ``fit`` is given if the user chose a training time."""
+        """Return the result of ``leaven new``. ``fit`` is the planned training time if the user gave ``--time``."""
         return NewRecipe(
             path=str(path),
             proxy_path=str(proxy_path) if self.proxy else None,

@@ -12,8 +12,8 @@ from leaven.recipe.init_std import INITS, usual_std
 from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
-"""A published lr is converted to another size with this power of the parameters: in GPT-3 -0.32, in LLaMA -0.33, in
-Porian's law -0.36."""
+"""A published lr is converted to another size by the factor (ratio of the parameter counts) ** this exponent.
+Published exponents: -0.32 in GPT-3, -0.33 in LLaMA, -0.36 in Porian's law."""
 MOST_BY_BATCH = 2.0
 """Largest factor by which a published lr is changed for another batch. It is small because published batches at one
 size differ by up to a factor of 100."""
@@ -21,11 +21,12 @@ LR_WIDENING = 2.0
 """Largest factor by which the lr may be outside the range of the published lrs, converted to this size and batch."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
-"""Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
+"""Laws that `leaven new` does not use. Kaplan's law was fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
-"""From this many tokens per parameter on, the lr falls linearly to 0. From 20 on, this was better than a cosine to
-10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B). 15 to 20 is not measured,
-but a request for 20 may give 19, because the shape may be larger than requested."""
+"""The lr falls linearly to 0 in runs with at least this many tokens per parameter. With at least 20, this was better
+than a cosine to 10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B). The limit is
+lower than 20, because a shape may be larger than requested: a run may then have 19 instead of 20. Nothing is measured
+from 15 to 20."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,

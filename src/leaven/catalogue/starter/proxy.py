@@ -19,34 +19,36 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
 SMALLEST = 50_000_000
-"""Parameters of the smallest proxy with published evidence: values found at 50 M were used at 7.2 B, and the best lr
-at 58 M "costs a little" at 483 M (arXiv 2512.22382, from notes about it)."""
+"""Parameters of the smallest proxy with published evidence: values tuned at 50 M were used at 7.2 B, and the best lr
+at 58 M "costs a little" if used at 483 M (arXiv 2512.22382, read in notes about the paper)."""
 SAFE = 136_000_000
 """Parameters of a model whose best lr was also the best at 483 M (same source). Larger proxies are not needed."""
 SMALL_FACTOR = 32
-"""Largest ratio of target to proxy, in parameters, if fewer than `ENOUGH_LINEAGES` lineages are near the target.
-leaven's own searches went from 0.2 M to 6.4 M, where a quarter of the gain was left (docs/log.md)."""
+"""Largest ratio of target to proxy, in parameters, if fewer than `ENOUGH_LINEAGES` lineages (groups of published
+runs) are near the target's size. In leaven's own measurement, values per module tuned at 0.2 M parameters gained
+0.120 nats there, and 0.032 at 6.4 M (docs/log.md)."""
 FARTHEST_PROXY = 100
-"""Largest ratio of target to proxy, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
+"""Largest ratio of target to proxy, both in parameters and in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
 NARROWER, SHALLOWER = 16, 32
-"""Largest ratios of target to proxy in width and in depth (same source; scaling.tested_ranges)."""
+"""Largest ratios of target to proxy in width and in depth (arXiv 2512.22382, see scaling/tested_ranges.toml)."""
 THINNEST, WIDEST = 16.0, 125.0
 """Range of d_model / n_layers of a proxy; it is widened if the target lies outside."""
 LEAST_WIDTH, LEAST_DEPTH = 32, 2
 """Smallest width and number of blocks of a proxy; leaven's own runs were not narrower."""
 TRIALS = (64, 48, 32, 24, 16)  # possible numbers of trials of a search
 LEAST_SEQUENCES = 4
-"""Minimum sequences in the batch of a proxy: rounding to one or two would change the number of steps too much."""
+"""The batch of an advised proxy has at least this many sequences. Rounding a smaller batch to whole sequences would
+change the number of steps too much."""
 SHARE = 0.10
-"""A search should cost at most this share of the run."""
+"""A search should cost at most this share of the target run."""
 WORTH = 0.24
 """Largest known gain from tuning, as a share of the run: at 7.2 B, tuning lowered the loss as much as 1.32 times the
 tokens, and 1 - 1 / 1.32 = 0.24 (arXiv 2512.22382). In leaven's own measurement the factor was 1.09 (docs/log.md)."""
 NEAR = 1.25
 """Largest factor between the size of a proxy that the user requests and the nearest possible size."""
 ENOUGH_LINEAGES = 3
-"""If at least this many lineages are near the target's size, published values are good, and smaller proxies than
-`SMALLEST` are not worth tuning."""
+"""If published runs of at least this many lineages are near the target's size, their values are trusted, and a proxy
+smaller than `SMALLEST` is not worth tuning."""
 
 
 _Size = tuple[int, int, int]  # parameters, width and depth
@@ -69,16 +71,17 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
-    Without ``size``, nine sizes are tried. The choice is:
+    If ``size`` is None, nine sizes are tried. The proxy is:
 
-    - the largest proxy whose 64 trials cost at most 10% of the run (`SHARE`);
-    - or else the smallest proxy, with fewer trials, if they cost at most 24% of the run (`WORTH`);
-    - or else no proxy.
+    - the largest one whose 64 trials together cost at most 10% of the target run (`SHARE`);
+    - otherwise the smallest one, with fewer trials, if these cost at most 24% of the target run (`WORTH`);
+    - otherwise none.
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
-        size: the requested parameters, all experts included. Raise InputError if no proxy has about this size.
+        size: wanted number of parameters of the proxy, all experts included. Raise InputError if no possible proxy
+            has about this size.
     """
     if size is not None:
         shapes = list(_smaller(model, attrgetter("params")))

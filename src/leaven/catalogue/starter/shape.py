@@ -21,7 +21,7 @@ from leaven.recipe.shape import GATED, Activation, ModelShape, NormPlacement, Po
 from leaven.recipe.units import format_quantity, parse_quantity
 
 TOLERANCE = 0.03
-"""A shape should differ from the requested parameters by at most this share."""
+"""The parameter count of a shape should differ from the requested count by at most this share."""
 VOCABULARIES = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)
 """Vocabulary sizes to choose from. All are divisible by 128 and by tensor-parallel degrees of 2, 4 and 8."""
 VOCABULARY_SHARE = 0.25
@@ -33,14 +33,14 @@ FARTHEST = 0.05
 SHORT = 4_096
 """For sequences of up to this many tokens RoPE's default theta of 10,000 is used."""
 SMALL_ASPECT = 16.0
-"""Largest d / L if no published run is near the size: small models are better deep and narrow (MobileLLM, arXiv
-2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
+"""Largest d_model / n_layers if no published run is near the size. Small models are better deep and narrow
+(MobileLLM, arXiv 2402.14905, at 125 M and 350 M). The ratio of SmolLM-135M is 19."""
 RECENT = "2024"
 """Runs from this year on decide sequence length and grouped-query attention, which depend more on the year than on
 the size."""
 SEQUENCES_A_BATCH = 64
-"""Sequences are shortened until the batch that laws predict has about this many, so that the smaller batch of a proxy
-still has several sequences."""
+"""Sequences are so short that a batch of the size predicted by scaling laws has about this many or more. The smaller
+batch of a proxy then still has several."""
 SHORTEST = 128
 """Tokens of the shortest sequence."""
 _DEEPEST = 200  # layers
@@ -67,7 +67,7 @@ class Proportions(NamedTuple):
     attention: Fraction = Fraction(1)  # (width of all heads together) / d
 
     def heads(self, d: int) -> dict[str, int | None]:
-        """Return d_model = ``d`` and the numbers and sizes of heads. ``d`` must be a multiple of :attr:`unit`."""
+        """Return the fields of a shape for d_model and the heads. d_model is ``d``, a multiple of :attr:`unit`."""
         together = int(d * self.attention)
         n_heads = together // self.d_head
         return {
@@ -175,10 +175,10 @@ def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the widths to choose from, all multiples of ``proportions.unit`` between 1/3 and 3 times ``usual``.
+    """Return the widths to choose from: multiples of ``proportions.unit`` between 1/3 and 3 times ``usual``.
 
-    They are the round multiples (``_ROUND``) and the width of the reference run. If there are none, they are all
-    multiples; if there are none either, the unit.
+    Only round multiples (``_ROUND``) and the width of the reference run are returned. If there are none, all
+    multiples are returned, or only the unit if there is no multiple.
     """
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
@@ -223,7 +223,7 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Return the shape nearest to the requested size, with the proportions of the reference run or the neighbours."""
+    """Return the shape nearest to the requested size, with the proportions from :func:`_proportions`."""
     run, arch = near.reference, near.reference.arch if near.reference else None
     width = _usual_width(request, near)
     stack = _stack_of(run) if run else _STACK
@@ -252,10 +252,10 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 def _proportions(
     near: Neighbours, aspect: float, width: float, activation: str, experts: Mapping[str, Any] | None
 ) -> Proportions:
-    """Return the proportions of the reference run.
+    """Return ``aspect`` and the other proportions of the reference run.
 
-    A proportion that the run does not publish gets its usual value for ``width``, ``activation`` and the neighbours.
-    Without a reference run, all proportions do.
+    A proportion gets its usual value for ``width``, ``activation`` and the neighbours if there is no reference run or
+    the run does not publish the proportion.
     """
     run = near.reference
     arch = run.arch if run else PublishedArchitecture(source="none", confidence="file")
@@ -299,10 +299,10 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the values that a run publishes for the model's fields in `_CHOICES`, by field.
+    """Return the values that a run publishes for the fields of the model in `_CHOICES`, by field.
 
-    A field without a published value that leaven supports gets its value in `_STACK`, or is left out. Two exceptions:
-    a missing QK-norm is off, and an unsupported activation without a gate is gelu.
+    If a value is not published, or leaven does not support it, the field has its value in `_STACK` or is left out.
+    Two exceptions: without a published QK-norm it is off, and an unsupported activation without a gate becomes gelu.
     """
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):

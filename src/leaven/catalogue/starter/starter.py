@@ -48,7 +48,7 @@ MOST_EPOCHS = 4
 LEAST_HELD_OUT = 64
 """Fewest sequences in an evaluation: the loss of 8 sequences of 128 tokens was off by 0.17 nats."""
 MOST_EVALUATED = 1 / 7
-"""All evaluations together read at most this share of the run's tokens, and so take about 5% of its time."""
+"""Evaluations read at most this many tokens per training token, which takes about 5% of a run's time."""
 PROCESSOR_PARAMS = 20_000_000
 """Models of up to this many parameters get fp32, because they are often trained on CPUs, where bf16 is mostly
 slower."""

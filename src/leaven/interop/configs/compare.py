@@ -60,7 +60,7 @@ QUANTITIES = tuple(field.name for field in fields(ParameterSettings))
 
 
 class ResolvedRecipe:
-    """A recipe with its parameter table, and with its sizes in sequences, steps and micro-batches."""
+    """A recipe for export, with its parameter table, its batch in sequences and its length in steps."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -204,9 +204,10 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     """Return a model shape that the target supports, and a row for each replaced value.
 
     ``holds`` maps keys of ``[model]`` to lists of supported values. The first value of a list replaces a value that
-    is not in the list. In these lists, "d_model" means ``d_attention = None``, and ``["any"]`` supports every value.
-    Keys without a list keep their values, except keys in ``ModelShape.added``: they get their defaults if ``holds``
-    is not empty. Raise InputError if d_attention must be d_model, but n_heads does not divide d_model.
+    is not in the list. In these lists, "d_model" means ``d_attention = None``, and ``["any"]`` means every value.
+    Keys without a list keep their values. If ``holds`` is not empty, keys in ``ModelShape.added`` without a list get
+    their defaults instead. Raise InputError if d_attention would become d_model and d_model is not a multiple of
+    n_heads.
     """
     changes = {
         key: default
@@ -217,7 +218,7 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
         LossRow(
             key=f"model.{key}",
             value=as_written(getattr(shape, key)),
-            why=f"would be {'left out' if default is None else json.dumps(default)}: no export to {target} has it",
+            why=f"would be {'left out' if default is None else json.dumps(default)}: not supported by {target}",
         )
         for key, default in changes.items()
     ]

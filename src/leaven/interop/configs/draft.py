@@ -73,11 +73,11 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the most common value above 0 of the hidden weights. If there is none, it gets a value
-        above 0 of another parameter, or else 0. A module gets a multiplier if its value in block 0 differs from the
-        hyperparameter. If all initial stds are those of a published init, such as ``depth-scaled``, set ``init`` to
-        its name. ``init_why`` is the reason for initial values, and ``why`` for all other values. Raise InputError if
-        a beta that needs a multiplier is not between 0 and 1.
+        A hyperparameter gets the most common value of the hidden weights, not counting 0. If all are 0, it gets a
+        value above 0 of another parameter, or else 0. A module whose value in block 0 differs from the hyperparameter
+        gets a multiplier. If all initial stds match a published init, such as ``depth-scaled``, ``init`` gets its
+        name. ``init_why`` is the reason for initial values, and ``why`` the reason for all other values. Raise
+        InputError if a beta of a module differs from the hyperparameter, and one of the two is not between 0 and 1.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -92,7 +92,7 @@ class Draft:
         for module in dict.fromkeys(each.module for each in parameters if not each.role.is_matrix):
             means = {settings[each.name].init_mean for each in parameters if each.module == module}
             if means != {1.0}:
-                self.unread.append(f"initial values of {module}, {max(means):g}: in leaven, gains start at 1")
+                self.unread.append(f"initial value {max(means):g} of {module}: in leaven, gains start at 1")
         decayed = any(settings[each.name].weight_decay for each in parameters if not each.role.is_matrix)
         self.set("hyperparameters.decay_norm_and_bias", decayed, why)
         for quantity in ("lr", "weight_decay", "beta1", "beta2", "eps", *(() if named else ("init_std",))):
@@ -115,8 +115,8 @@ class Draft:
                 if first != base:
                     if quantity.startswith("beta") and not (0 < first < 1 and 0 < base < 1):
                         raise InputError(
-                            f"{self.origin}: {quantity} is {first:g} in {module} and {base:g} in other modules; make "
-                            "them equal, or give both a value between 0 and 1"
+                            f"{self.origin}: {quantity} is {first:g} in {module} and {base:g} in other modules; set "
+                            "both to the same value, or to values above 0 and below 1"
                         )
                     share = math.log(first) / math.log(base) if quantity.startswith("beta") else first / base
                     self.set(f"hyperparameters.modules.{module}.{quantity}", float(f"{share:.12g}"), reason)
@@ -191,10 +191,10 @@ class Settings:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a setting, converted to its kind, or its default value.
+        """Return the value of a setting, converted to its kind. If it is not given, return its default.
 
-        A setting with neither is False (switch), "" (word) or {} (table). Raise InputError for a number with neither,
-        and for a value of the wrong kind.
+        Without a default, return False (switch), "" (word) or {} (table), or raise InputError (number). Also raise
+        InputError for a value that is of the wrong kind or too small.
         """
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
@@ -241,8 +241,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason names the first of these that exists: a part of a setting that only the running script knows, the
-        settings that were given, such as "--bf16", or the default of the first setting.
+        If a setting has a value that only the running script knows, the reason says so. Otherwise it names the given
+        settings, such as "--bf16", or, if none is given, the default of the first setting.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
@@ -251,11 +251,11 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def put(self, path: str, value: Any, *names: str) -> None:
-        """Set a recipe value. The reason lists the settings ``names``."""
+        """Set the recipe value at ``path``. The reason for it is :meth:`why` of the settings ``names``."""
         self.draft.set(path, value, self.why(*names))
 
     def put_all(self) -> None:
-        """Set the values of all settings that have a ``path``, except where the draft has a value."""
+        """Set the draft's missing values from settings with a ``path``. Skip optional settings that are not given."""
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in self.draft.values and not (row.get("optional") and name not in self):
@@ -279,10 +279,12 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
     assert step_law.batch_tokens is not None
     scale = f"{format_quantity(shape.params_active)} parameters, {format_quantity(tokens)} tokens"
     outside = (
-        "" if step_law.in_range else f"; a factor of {format_number(step_law.extrapolation or 1)} outside its range"
+        ""
+        if step_law.in_range
+        else f"; a factor of {format_number(step_law.extrapolation or 1)} outside the law's range"
     )
     batch = max(round(step_law.batch_tokens / shape.seq_len), 1) * shape.seq_len
-    return batch, f"{step_law.law} at {scale}, in whole sequences{outside}"
+    return batch, f"{step_law.law} at {scale}, rounded to whole sequences{outside}"
 
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
@@ -300,11 +302,11 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
     """Return the value of ``key`` from the nearest published run that has one, and a text that names the run.
 
-    Runs are compared with the model and its number of tokens, as in `nearest`.
+    The distance of a run is in model size and number of tokens, as in `nearest`.
     """
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):
         if (value := getattr(run, key)) is not None:
             return value, f"{run.id}, the closest published run{counted}"
-    raise AssertionError(f"no published run of this kind states a value of {key}")
+    raise AssertionError(f"no published {'moe' if experts else 'dense'} run has a value of {key}")

@@ -1,8 +1,7 @@
 """Exports recipes as configurations of other trainers (targets). ``targets/NAME.toml`` describes a target.
 
-An export loses the values that the target cannot have. The target's file lists some of these values. The
-others are found by comparing the recipe with the model shape and the parameter settings
-(:mod:`.per_parameter`) of the target.
+An export loses the values that the target cannot represent. The target's file lists some of them. To find the
+others, the recipe's model shape and parameter settings are compared with those of the target (:mod:`.per_parameter`).
 """
 
 import json
@@ -185,8 +184,8 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _unwritten(to: Target, recipe: Recipe) -> Iterator[str]:
-    """Yield a note for the values of [layout] that are not written for the same reason."""
-    unknown = f"set this in {to.title}, if it has it; it changes at most the last bits of the loss"
+    """Yield notes on the values of [layout] that are not exported. Values with the same reason share a note."""
+    unknown = f"set this in {to.title} if possible; it changes at most the last bits of the loss"
     found: dict[str, list[str]] = {}
     for key, value in recipe.layout.model_dump(exclude_defaults=True).items():
         if not {"any", value} & set(to.layout.get(key, ())):

@@ -77,7 +77,7 @@ def _read_flags(text: str, draft: Draft) -> Settings:
     if parsed.defaults:
         names = ", ".join(parsed.defaults)
         draft.unknown.append(
-            f"{names}: the script's default is used, unless the environment or an argument sets another value"
+            f"{names}: leaven uses the script's default; the environment or an argument may set another value"
         )
     if flags.given.get("num-experts") == 0:  # Megatron reads 0 as no experts
         del flags.given["num-experts"]
@@ -85,16 +85,16 @@ def _read_flags(text: str, draft: Draft) -> Settings:
 
 
 def _require_neutral(flags: Settings, flag: str) -> None:
-    """Raise InputError if a flag with a ``neutral`` value in the table has another value."""
+    """Raise InputError if ``flags.table`` has a ``neutral`` value for a flag and the flag has another value."""
     row = flags.table[flag]
     if "neutral" in row and flags[flag] != row["neutral"]:
         raise InputError(f"{flags.label(flag)} {flags.given[flag]:g}: leaven does not have {row['other']}")
 
 
 def _list_ignored(given: Settings) -> None:
-    """List the given flags that no reason of a value and no note names: nothing in the recipe follows from them.
+    """Add to ``draft.unread`` the given flags that neither set a value of the recipe nor are in a note.
 
-    Flags with their default value or with ``unused`` in the table are left out.
+    Flags with their neutral or default value, or with ``unused`` in the table, are not added.
     """
     draft = given.draft
     named = set(re.findall(r"--([a-z0-9-]+)", "\n".join([*draft.why.values(), *draft.unknown, *draft.unread])))
@@ -131,7 +131,7 @@ def _sizes(given: Settings) -> None:
     if "ffn-hidden-size" in given or "ffn-hidden-size" in given.unset:
         given.put("model.d_ff", given["ffn-hidden-size"], "ffn-hidden-size")
     elif "swiglu" in given:  # as in validate_args of Megatron's arguments.py
-        why = "4 x hidden size x 2 / 3, down to a multiple of 64, with --swiglu"
+        why = "4 x hidden size x 2 / 3, rounded down to a multiple of 64, with --swiglu"
         draft.set("model.d_ff", int(4 * width * 2 / 3 / 64) * 64, why)
     else:
         draft.set("model.d_ff", 4 * width, "4 x hidden size: no --ffn-hidden-size")
@@ -144,7 +144,7 @@ def _sizes(given: Settings) -> None:
         why = given.why("make-vocab-size-divisible-by", "tensor-model-parallel-size")
         draft.set("model.vocab_size", padded, f"--vocab-size, padded to a multiple of {multiple} ({why})")
     else:
-        draft.unknown.append("model.vocab_size: set it to your tokenizer's; 50,304 (GPT-2's, padded) is used")
+        draft.unknown.append("model.vocab_size: 50,304 (GPT-2's, padded) is used; set your tokenizer's size instead")
         draft.set("model.vocab_size", 50_304, "not in the file: the vocabulary of GPT-2's tokenizer, padded")
 
 
@@ -161,7 +161,7 @@ def _kind(given: Settings) -> None:
     if not found and "openai-gelu" in given:
         found = {"--openai-gelu": "gelu"}
     elif not found and unfused:
-        draft.unread.append(f"exact gelu, of {' and '.join(unfused)}: leaven has its tanh approximation")
+        draft.unread.append(f"{' and '.join(unfused)}: exact gelu; leaven has only the tanh approximation")
     flag, ours = next(iter(found.items()), ("Megatron's default", "gelu"))
     draft.set("model.activation", ours, flag)
     if "add-qkv-bias" in given and "disable-bias-linear" in given:
@@ -207,7 +207,7 @@ def _documents(given: Settings) -> None:
             )
         return
     given.put("data.documents", "packed", *flags)
-    draft.unread += [f"--{flag} alone: leaven has {' and '.join(flags)} only together" for flag in alone]
+    draft.unread += [f"--{flag} alone: leaven supports {' and '.join(flags)} only together" for flag in alone]
     if "eod-mask-loss" in given:
         draft.unread.append(
             "--eod-mask-loss: with packed documents leaven also trains the token after an end of text"
@@ -304,8 +304,8 @@ def _experts(given: Settings) -> None:
         put("balance_loss", coefficient, "moe-aux-loss-coeff")
     if loss and kind != "seq_aux_loss":
         draft.unread.append(
-            f"{kind} of --moe-router-load-balancing-type (leaven has the loss of each sequence, seq_aux_loss, which "
-            "gets --moe-aux-loss-coeff)"
+            f"--moe-router-load-balancing-type {kind}: leaven supports only seq_aux_loss, and uses it with "
+            "--moe-aux-loss-coeff"
         )
 
 
@@ -343,8 +343,8 @@ def _modules(given: Settings, shape: ModelShape) -> None:
         share = given["min-lr"] / given["lr"]
         if not math.isclose(floor, share * given["decoupled-lr"], rel_tol=1e-6):
             given.draft.unread.append(
-                f"final lr {floor:g} of {' and '.join(modules)}, of --decoupled-min-lr or else --min-lr: in leaven, "
-                f"all modules end at the same share of their peak, {share:g}"
+                f"final lr {floor:g} of {' and '.join(modules)} (--decoupled-min-lr, by default --min-lr): in "
+                f"leaven, all modules end at the same share of their peak lr, {share:g}"
             )
 
 
@@ -382,7 +382,7 @@ def _batch_and_duration(given: Settings, length: int) -> None:
 def _stages(given: Settings, length: int) -> list[dict[str, int]]:
     """Return ``batch.stages`` of a --step-batch-size-schedule such as "0:2 0.1M:4 1M:8" (tokens:sequences).
 
-    Stages start at whole sequences of ``length`` tokens.
+    The start of each stage is rounded down to whole sequences of ``length`` tokens.
     """
     label, stages = given.label("step-batch-size-schedule"), []
     for entry in re.split(r"[\s,]+", given["step-batch-size-schedule"].strip()):

@@ -61,7 +61,8 @@ def _document(path: Path) -> dict[str, Any]:
     model = document.get("model")
     if "model_spec" not in document and not (isinstance(model, dict) and {"name", "flavor"} <= model.keys()):
         raise InputError(
-            f"{path}: has neither name and flavor under [model] nor a model_spec, so it is not torchtitan's"
+            f"{path}: not a configuration of torchtitan: it has no model_spec, and no name and flavor under [model]; "
+            f"{SAVE}"
         )
     return document
 
@@ -212,7 +213,7 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
             mean, std, *(as_number(each, f"{draft.origin}: {full}") for each in (lr, decay, beta1, beta2, eps))
         )
     if fused:
-        draft.unknown.append(f"init_std of {', '.join(QKV)}: not in the file, as they are fused; mlp.gate's is used")
+        draft.unknown.append(f"init_std of {', '.join(QKV)}: not saved for a fused wqkv; that of mlp.gate is used")
     draft.set_parameters(settings, shape, "param_init", "param_groups")
 
 
@@ -255,7 +256,7 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
     each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
     if shards != -1 and shards < 1:
         label = given.label("parallelism.data_parallel_shard_degree")
-        raise InputError(f"{label} {shards} must be at least 1, or -1 for all other processes")
+        raise InputError(f"{label} {shards} must be at least 1, or -1 for all remaining ranks")
     dp, why = replicas * max(shards, 1), "data_parallel_replicate_degree x data_parallel_shard_degree"
     if ranks is not None:
         if ranks % (each * replicas) or (shards > 0 and ranks != each * dp):
@@ -312,4 +313,6 @@ def _schedule(given: Settings) -> None:
         draft.set("schedule.decay", "wsd", why)
         draft.set("schedule.decay_ratio", falling / steps, why)
         if kind != "sqrt":
-            draft.unread.append(f"lr_scheduler.decay_type {kind} of the cooldown: in leaven, lr falls as 1 - sqrt")
+            draft.unread.append(
+                f"lr_scheduler.decay_type {kind}: after a plateau, leaven's lr falls as 1 - sqrt(p), p from 0 to 1"
+            )

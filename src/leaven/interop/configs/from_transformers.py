@@ -57,21 +57,23 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
     _training(draft, model, arguments_path, ranks)
     if (config_path.parent / "parameters.json").exists():
-        draft.unread.append(f"parameters.json: values of single parameters; the recipe has the values of {ARGUMENTS}")
+        draft.unread.append(f"parameters.json, settings of single parameters: leaven reads {ARGUMENTS} instead")
     return draft.finish(name, shape)
 
 
 def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None, ranks: int | None) -> None:
     """Set the draft's training values from ``arguments_path``, or without it from trainer_state.json and defaults.
 
-    List the values that no file states in ``draft.unknown``. Without ``arguments_path``, list a training_args.bin in
+    Add to ``draft.unknown`` the values that no file states. Without ``arguments_path``, add a training_args.bin to
     ``draft.unread``, because leaven cannot read it. ``ranks`` is the number of processes, if known.
     """
     shape = model.shape
     leaven = model.config.get("leaven")  # what an export of leaven adds
     if not isinstance(leaven, dict):
         longest = f"model.seq_len: {shape.seq_len:,} is used, the longest sequence of the model"
-        draft.unknown.append(f"{longest}; if yours are shorter, correct it, and batch, tokens and warm-up with it")
+        draft.unknown.append(
+            f"{longest}; if you train on shorter sequences, correct model.seq_len, batch, tokens and warm-up"
+        )
     state_path, pickle_path = model.folder / STATE, model.folder / PICKLE
     if arguments_path is None and pickle_path.exists():
         draft.unread.append(f"{PICKLE}, a pickle: write trainer.args.to_json_string() to {ARGUMENTS} beside it")
@@ -83,7 +85,7 @@ def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None
         draft.set("layout.dp", exported, f"leaven.dp of {CONFIG}")
     elif by_trainer:
         draft.unknown.append(
-            "layout.dp: 1 is used; give the number of processes with --ranks N, as the batch grows with it"
+            "layout.dp: 1 is used, but the batch is proportional to it; give the number of processes with --ranks N"
         )
     ranks = draft.values.get("layout.dp", 1)
     if arguments_path is not None:
@@ -115,10 +117,10 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:
-    """Return the paths of config.json and of training_args.json (None if missing).
+    """Return the paths of config.json and training_args.json. The second is None if the file is missing.
 
-    ``path`` is their folder, training_args.json, or a config.json of any name. Raise InputError if ``path`` or
-    config.json does not exist.
+    ``path`` is one of these files or their folder. If it is config.json, it may have another name. Raise InputError
+    if ``path`` or config.json does not exist.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
@@ -140,7 +142,7 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
         elif TABLE["fields"].get(key, {}).get("kind") in {"count", "number"} and TABLE["fields"][key].get("default"):
             raise InputError(f"{draft.origin}: {key} is null; write a number, or remove it for transformers' default")
     if isinstance(path := document.get("accelerator_config"), str):  # of a JSON file, which may be elsewhere
-        draft.unread.append(f"accelerator_config {path}, with which the batch may be another one")
+        draft.unread.append(f"accelerator_config {path}: this file may change the batch size")
         del document["accelerator_config"]
     given = Settings(
         draft,
@@ -169,8 +171,8 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
     warmup = given["warmup_steps"] or given["warmup_ratio"]
     if given["warmup_ratio"] >= 1 and not given["warmup_steps"]:
         raise InputError(
-            f"{draft.origin}: warmup_ratio {given['warmup_ratio']:g} is a whole run in transformers 4, and steps in "
-            "transformers 5; write warmup_steps"
+            f"{draft.origin}: warmup_ratio {given['warmup_ratio']:g} is a share of the run in transformers 4, but a "
+            "number of steps in transformers 5; write warmup_steps instead"
         )
     # A warm-up below 1 is a share of the run, as in transformers 5.
     tokens = warmup * (batch if warmup >= 1 else draft.values["data.tokens"])

@@ -1,8 +1,8 @@
 """Reads Megatron-LM's arguments from a list of arguments or a shell script.
 
-A list of arguments begins with a flag. Everything else is a script. A file of one line, such as the line that
-``echo`` prints before the training command, is read in both ways, and the one that finds more flags counts: usually
-as a list if values have ``(`` or ``|``, and as a script if the line is ``bash -c "..."``.
+A text that begins with a flag is read as a list of arguments. Any other text is read as a script. If the script has
+only one line, it is also read as a list, and the reading that finds more flags is used. For example, the list is used
+for a line printed by ``echo`` with ``(`` or ``|`` in a value, and the script for ``bash -c "..."``.
 """
 
 import re
@@ -66,7 +66,8 @@ def parse_arguments(text: str, origin: str) -> Arguments:
 
 
 def _read(text: str, origin: str, as_list: bool, use_defaults: bool = True) -> Arguments:
-    """Return the arguments in a script or list. List the defaults that reach a flag that leaven reads."""
+    """Return the arguments in a script or list. The result's ``defaults`` are the variables such as ${LR:-1e-4} whose
+    default is used in a flag that leaven reads."""
     script = Script(origin, use_defaults)
     if as_list:
         words = script.fields(Lexer(text, origin).words(""))
@@ -102,9 +103,11 @@ def _is_known(flag: str) -> bool:
 
 
 def _after_program(words: list[str]) -> list[str]:
-    """Return the words after the name of the Python file or, without such a name, from the first flag on.
+    """Return the words after the Python file of the training program. Without one, return the first flag and all
+    words after it.
 
-    Flags of a launcher may come before it, so it is the last one before the first flag that leaven knows of Megatron.
+    A launcher may come first, with flags and a .py file of its own. So the program is the last .py file before the
+    first known Megatron flag.
     """
     flags = [place for place, word in enumerate(words) if word.startswith("--")]
     known = (place for place in flags if _is_known(_name(words[place][2:].partition("=")[0])))
@@ -115,8 +118,8 @@ def _after_program(words: list[str]) -> list[str]:
 def _sorted(words: list[str], origin: str, may_be_flags: Callable[[str], bool]) -> Arguments:
     """Sort the words of a command into flags, their values, and what is unknown.
 
-    An unknown word stands in the place of flags if the flag before it needs no value, or if leaven does not read that
-    flag and ``may_be_flags`` is true of the word.
+    An unknown word, such as ``$ARGS``, may hold more flags in two cases: the flag before it needs no
+    value, or leaven does not know that flag and ``may_be_flags(word)`` is true.
     """
     found, flag, places = Arguments(), "", dict[str, None]()
     for word in words:

@@ -1,17 +1,18 @@
-"""Finds the command of a shell script that trains with Megatron-LM, without running the script.
+"""Find the training command in a shell script for Megatron-LM, without running the script.
 
 The script is read from top to bottom:
 
-- The training command is the one that has ``--num-layers``. In a file that only sets variables, the one with
+- The training command is the command with ``--num-layers``. If a file only sets variables, the variable that contains
   ``--num-layers`` has the arguments.
-- A variable has the value that the last assignment gives it. If a variable is not set, as in ``${LR:-1e-4}``, its
-  default counts.
-- A variable is unknown if a branch, loop, function or subshell assigns it, a command after ``&&``, ``||`` or ``|``,
-  or a command such as ``read``, ``let`` or ``((`` that names it. If words are only appended there, only they are.
+- A variable has the value of its last assignment. If LR is not set, ``${LR:-1e-4}`` has its default, 1e-4.
+- A variable is unknown if it is assigned in a branch, loop, function or subshell, or after ``&&``, ``||`` or ``|``.
+  If such an assignment only appends words, only these words are unknown.
+- A variable is also unknown if a command such as ``read``, ``let`` or ``((`` may set it.
 - ``$1``, ``$(...)``, placeholders such as ``<PATH>``, and all expansions other than ``$A``, ``${A[@]}`` and
   ``${A:-default}`` are unknown.
 
-If several commands train, or one in a branch, loop or function, or if the script has another syntax, it is refused.
+A script is refused if its syntax is not supported, if several commands train, or if the training command is in a
+branch, loop, function or subshell.
 """
 
 import re
@@ -71,13 +72,13 @@ _NEUTRAL = {"echo", "[", "test", "[[", "source", "."}  # neither train nor start
 
 
 def unknown_in(text: str) -> list[str]:
-    """Return what only the shell knows of a word, such as ``$LR``."""
+    """Return the parts of a word whose values only the shell knows, such as ``$LR``."""
     return [each.replace("\1", " ") for each in UNKNOWN.findall(text)]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a word: a text, or the value of a variable."""
+    """A part of a shell word: literal text, or the value of a variable."""
 
     text: str = ""
     name: str = ""  # the variable
@@ -101,7 +102,7 @@ class _Word:
 
     @property
     def literal(self) -> str:
-        """The word if it is one text without quotes, otherwise ""."""
+        """The word if it has neither quotes nor variables, otherwise ""."""
         return self.pieces[0].text if len(self.pieces) == 1 and not self.pieces[0].quoted else ""
 
     @property
@@ -213,7 +214,7 @@ class Lexer:
             elif kind:
                 pieces.append(_Piece(found[kind], quoted=quoted or kind != "text"))
         if quoted or self._at == begin:
-            self.refuse(f"{self._text[begin]} without a partner", begin)
+            self.refuse(f"unmatched {self._text[begin]}", begin)
         return _Word(pieces)
 
     def _skip_nested(self) -> None:
@@ -230,7 +231,7 @@ class Lexer:
                 ends.append(_CLOSING[token])
             if not ends:
                 return
-        self.refuse(f"{self._text[begin : begin + 2].strip()} without a partner", begin)
+        self.refuse(f"unmatched {self._text[begin : begin + 2].strip()}", begin)
 
 
 class Script:
@@ -254,7 +255,8 @@ class Script:
         self._trainings: list[list[str] | None] = []  # words of each training command; None in a block
 
     def trained_with(self) -> list[str]:
-        """Return the only training command, or the arguments in the only variable of a file without commands."""
+        """Return the words of the only command with --num-layers. If the file only sets variables, return the
+        arguments in the only variable with this flag. Raise InputError if there is not exactly one."""
         unused = {name: value for name, value in self._values.items() if name not in self._used}
         names = [name for name, value in unused.items() if _LAYERS.search(" ".join(value))]
         if not self._runs and len(names) == 1:
@@ -280,7 +282,7 @@ class Script:
         raise InputError(f"{self._origin}: {what}; {ADVICE}")
 
     def may_be_flags(self, shown: str) -> bool:
-        """Return whether a variable or an expansion such as ``$(cat flags)`` may have flags."""
+        """Return whether a variable or an expansion such as ``$(cat flags)`` may contain flags."""
         name = shown[1:].partition(" ")[0]
         return name in self._extended or name in self._with_flags or bool(_FLAGS_BY_NAME.search(shown))
 
@@ -318,7 +320,7 @@ class Script:
             lexer.refuse(f"{self._blocks[-1]} is missing")
 
     def _without_keywords(self, words: list[_Word], lexer: Lexer) -> list[_Word]:
-        """Open and close blocks, and return the words after keywords."""
+        """Return the words after shell keywords such as ``then``. Update the list of open blocks."""
         for place, word in enumerate(words):
             keyword, before = word.literal, words[place - 1].literal if place else ""
             if before == "function":  # the name of one
@@ -401,7 +403,7 @@ class Script:
         (self._extended if _KEPT in found and not index else self._unknown).setdefault(name, self._line)
 
     def _change(self, words: list[_Word]) -> None:
-        """Make all variables unknown that these words name: all, if a word begins with a variable."""
+        """Mark the variables that ``words`` name as unknown. If a word begins with a variable, mark all variables."""
         for piece in (piece for word in words for piece in word.pieces):
             names = [name for found in _CHANGED.findall(piece.text) for name in found if name]
             if option := re.fullmatch(r"-(\w+)", piece.text):  # -vLR is -v LR
@@ -414,7 +416,7 @@ class Script:
         self._unknown = dict.fromkeys(self._values, self._line) | self._unknown
 
     def _elements(self, piece: _Piece) -> list[str]:
-        """Return the elements of an array, or the text of another variable or of a piece without one."""
+        """Return all elements of an array for ``${NAME[@]}``. For other pieces, return a list with their text."""
         if not (name := piece.name):
             return [piece.text]
         found, line = self._values.get(name), self._unknown.get(name, self._extended.get(name))
@@ -434,13 +436,13 @@ class Script:
         return found
 
     def _text(self, pieces: list[_Piece]) -> str:
-        """Return the text of a word in which no value is split."""
+        """Return the text of a word. In contrast to :meth:`fields`, its values are not split at spaces."""
         text = "".join(" ".join(self._elements(piece)) for piece in pieces)
         self._charge(text)
         return text
 
     def fields(self, words: list[_Word]) -> list[str]:
-        """Return the words that a command gets for ``words``. Values that are not in quotes are split at spaces."""
+        """Return ``words`` after variables are replaced. Values of unquoted variables are split at spaces."""
         found: list[list[str]] = []  # parts of each
         for word in words:
             joined = False  # whether the next text belongs to the last field

@@ -83,13 +83,16 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
         # The last pipeline stage has a copy of a tied embedding.
         known = EMBEDDING if name == "output_layer.weight" and name not in table else name
         if known not in table:
-            raise ValueError(f"{path} has no values for {name}; it belongs to another model")
+            raise ValueError(
+                f"{path} belongs to another model: it has no values for {name}; "
+                "use the file that was exported for this model"
+            )
         if type(parameter.data) is not Tensor:
             raise ValueError(f"{name} is a {type(parameter.data).__name__}; leaven_table needs whole, plain tensors")
         _draw(parameter, f"{document['seed']} {known}", table[known])
         members.setdefault(_settings(table[known]), set()).add(id(parameter))
     if not config.lr:
-        raise ValueError("the optimizer's lr is not set; set it to --lr in args.sh")
+        raise ValueError("the optimizer has no lr; set its lr to the value of --lr in args.sh")
     floor = (config.min_lr or 0.0) / config.lr
     logged = next((number for settings, number in numbers.items() if settings[0] == config.lr), 1)
     overrides = {}
@@ -151,7 +154,7 @@ def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
     if odd or not groups:
         raise ValueError(
             f"{seed}: {len(parameter)} rows cannot be split into groups of {sum(rows) // heads} rows; the table "
-            f"belongs to another model, or --tensor-model-parallel-size does not divide {heads}"
+            f"belongs to another model, or --tensor-model-parallel-size does not divide the number of groups, {heads}"
         )
     sizes = [each * len(parameter) // sum(rows) // groups for each in rows]
     grouped = parameter.data.view(groups, -1, *parameter.shape[1:])

@@ -119,8 +119,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
-            f"layout.zero = {run.recipe.layout.zero} is Megatron-FSDP, which shards parameters, but "
-            "megatron-module sets whole parameters; use --set layout.zero=1"
+            f"layout.zero = {run.recipe.layout.zero} selects Megatron-FSDP, which shards parameters, but "
+            "megatron-module needs whole parameters; use --set layout.zero=1"
         )
     _require_dense(shape, "megatron-module")
     # Megatron's layer norms have biases even if its matrices have none.
@@ -188,8 +188,8 @@ TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm
 def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for torchtitan: the settings of an equivalent model without multipliers.
 
-    In torchtitan, key matrices share the init of value matrices, and gains of key norms that of query norms. The
-    candidate has these inits, not the recipe's.
+    In torchtitan, key matrices have the same init as value matrices, and key norms the same init as query norms. The
+    candidate's keys and key norms have these inits, not the recipe's.
     """
     given: dict[str, ParameterSettings] = {}
     starts: dict[str, list[float]] = {}
@@ -239,8 +239,8 @@ def _by_pattern(
 def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
     """Return a regex for parameter names that begin with one of ``places``, such as ``model.layers.0.mlp``.
 
-    ``blocks`` is the path of the list of blocks, such as ``model.layers``. Places that differ only in the block
-    number share a part of the regex. If they cover all ``n_layers`` blocks, this part accepts any number.
+    ``blocks`` is the path of the list of blocks, such as ``model.layers``. If ``places`` contains the same module of
+    all ``n_layers`` blocks, the regex accepts any block number for this module.
     """
     layers: dict[str, list[str]] = {}
     alternatives = []
@@ -285,9 +285,10 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 
 
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for NeMo Automodel. It sets factors on lr and decay by patterns of names.
+    """Yield the configuration for NeMo Automodel. There is only one candidate.
 
-    Automodel has one beta1, beta2 and eps for all parameters: those in the most frequent settings of hidden weights.
+    It has factors on lr and weight decay for groups of parameters, given by patterns of their names. All parameters
+    get the same beta1, beta2 and eps, from the most frequent settings of hidden weights.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")

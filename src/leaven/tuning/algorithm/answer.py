@@ -131,11 +131,11 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return loss and octaves (D,) of the point with the fewest changes to the start that is as good as ``point``.
+    """Return the loss and octaves (D,) of the point that is as good as ``point`` and differs least from the start.
 
-    The candidates are ``point``, the start, and points repeated with fresh seeds. A candidate other than ``point``
-    needs at least ``RERUNS`` losses, all finite. Its mean loss and its predicted loss must be at most ``seen.floor``
-    above those of ``point``.
+    The candidates are ``point``, the start, and points repeated with fresh seeds. The start and a repeated point need
+    at least ``RERUNS`` losses, all finite. They are as good as ``point`` if both their mean loss and their predicted
+    loss are at most ``seen.floor`` higher.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -174,9 +174,9 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
-        The result's ``floor`` is the noise between seeds. If this is unknown, ``floor`` is the noise of a fit to the
-        losses, or 0 without a fit. If only a few repeats measured the noise between seeds, and the noise of the fit
-        is larger, ``floor`` is the geometric mean of the two.
+        The result's ``floor`` is the noise between seeds. If it was measured with only a few repeats, a fit to the
+        losses estimates it again. If this estimate is larger, ``floor`` is the geometric mean of the two values.
+        Without repeats, ``floor`` is the estimate, or 0 if no fit is possible.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -193,10 +193,9 @@ class FittedTrials:
     def predicted(self) -> dict[Point, float]:
         """The predicted loss of each evaluated point, up to a constant. Outliers and diverged points are left out.
 
-        It is s + share x (m - s). s is the surrogate's prediction, and m is the point's mean loss. If ``noise`` is
-        None, the share is 1. Otherwise it is 1 - (noise / error of the surrogate)^2, or 0 if this is negative: with
-        its least error and ``floor``, or with its error near the best trial and the largest likely noise, whichever
-        gives more. Differences of losses below ``floor`` do not count.
+        It is s + share x (m - s). s is the surrogate's prediction, and m is the mean of the point's measured losses.
+        If ``noise`` is None, the share is 1. Otherwise it is 1 - min(a, b, 1)^2. a is ``floor`` / (the noise that the
+        surrogate assumes). b is (largest likely noise) / (error of the surrogate near the best trial).
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -218,8 +217,8 @@ class FittedTrials:
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
         """Return the best point of a search that has ended, or None if no trial finished.
 
-        ``by_surrogate``: without final trials (see the top of this file), rank points by the losses that the
-        surrogate predicts, not by the measured losses.
+        ``by_surrogate``: if the search had no final trials (see the top of this file), rank points by the losses that
+        the surrogate predicts, not by the measured losses.
         """
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
@@ -239,10 +238,9 @@ class FittedTrials:
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the candidates for final trials, the best first, or [] if no loss is finite.
 
-        By default, these are the points with a finite loss, in the order of their measured losses. With
-        ``by_surrogate``, the order is by predicted loss. Outliers then come last, and the start is not ranked. Two
-        points are added near the front: the minimum of the surrogate, and a point that changes fewer values but
-        probably loses no more than the noise.
+        The candidates are the points with a finite loss, ordered by measured loss. With ``by_surrogate``, they are
+        ordered by predicted loss, without the start and with outliers last. Two points are then inserted after the
+        first: the minimum of the surrogate, and before it a point that changes fewer values and is about as good.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -323,10 +321,7 @@ def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: 
 
 @dataclass(frozen=True)
 class _LossesByPurpose:
-    """The losses of a search's trials, by the purpose of the trial.
-
-    ``Losses`` maps the seeds of a point's trials to their losses. The loss of a diverged trial is infinite.
-    """
+    """The losses of a search's trials, by the purpose of the trial. The loss of a diverged trial is infinite."""
 
     start: Point
     at_start: Losses  # trials of the start in the search; empty if the start diverged and another point can be chosen
@@ -385,7 +380,7 @@ class _LossesByPurpose:
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return points that gain at most ``noise`` in a full set of confirmation trials."""
+        """Return points with all confirmation trials, in which they gain at most ``noise`` nats over the start."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -394,7 +389,8 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate if it gains more than ``noise``, else the start, or None without losses."""
+        """Return the best candidate if it gains more than ``noise`` nats over the start, else the start. Return None
+        if neither has a loss."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -409,8 +405,8 @@ class _LossesByPurpose:
     def ahead(self, point: Point, least: float) -> bool:
         """Return whether the loss of ``point`` is more than ``least`` nats below the loss of the start.
 
-        If the start has no loss, return whether ``point`` is not the start. Predicted losses are used if both points
-        have one, otherwise measured losses.
+        Predicted losses are compared if both points have one, otherwise measured losses. If the start has no loss,
+        every other point is ahead.
         """
         if point == self.start or not self.at_start:
             return point != self.start
@@ -445,18 +441,20 @@ def advice_when_all_diverged(
     if rates.any():
         lowered = max(-points[:, rates].max(1).min(), 0.0)  # octaves that the search has tried already
         factor = 2.0 ** (lowered + 1)
-        names, value, before = "the learning rates", "", "they were"
+        names, share = "the learning rates", f"1/{factor:.3g} of"
+        value = f"{share} their old values or lower"
         if rates.sum() == 1:
             rate = dimensions[int(np.argmax(rates))]
-            names, before = short_path(rate.path), "it was"
-            value = f", {format_number(float(rate.centre) / factor)}" if rate.centre else ""
+            names, value = short_path(rate.path), f"{share} its old value or lower"
+            if rate.centre:
+                value = f"{format_number(float(rate.centre) / factor)} or lower, {share} its old value"
         tried = f" (1/{2**lowered:.3g} diverged, too)" if lowered >= DOWN else ""
-        advice = f"start from {names} at 1/{factor:.3g} of what {before}{value} or lower{tried}"
+        advice = f"start from {names} at {value}{tried}"
     tokens = np.array([trial.tokens for trial in diverged])
     early = fit_divergence(points, tokens < tokens.max() / 2)
     if early.slopes.any():
         down, i = divmod(int(np.argmax(early.slopes)), len(dimensions))
         if not rates[i]:
             moved = "changed" if dimensions[i].levels else "lowered" if down else "raised"
-            advice += f"; runs diverged soonest where {short_path(dimensions[i].path)} was {moved}"
+            advice += f"; runs diverged earliest where {short_path(dimensions[i].path)} was {moved}"
     return f"{found}: {advice}"

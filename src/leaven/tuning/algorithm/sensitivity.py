@@ -1,12 +1,12 @@
-"""Compute each searched value's part in the gain of the best point, and the possible gain of more trials.
+"""Compute how much each searched value adds to the gain of the best point, and the expected gain of more trials.
 
-The possible gain is the loss at the best point minus the lowest loss within ``TRUST`` steps of it (see
-trust_region.py for steps). It is computed for quadratics drawn from the surrogate's posterior, and the
-median is used. With at most ``DESIGNED`` searched values, the median is too high, because the prior has one
-typical curvature for all values. Then it is limited to the gain of the second half of the trials.
+The possible gain is the loss at the best point minus the lowest loss within ``TRUST`` steps of this point (see
+trust_region.py for steps): the median over quadratics drawn from the surrogate's posterior. With at most
+``DESIGNED`` searched values, this median is too high, because the prior has one typical curvature for all values.
+The gain from the second half of the trials is then its upper limit.
 
-After n trials, the possible gain is about proportional to 1 / n. So after n more trials, half of it is
-left, and the other half is what these trials bring. docs/concepts/search.md says how accurate this is.
+After n trials, the possible gain is about proportional to 1 / n. So n more trials are expected to gain half of
+it. docs/concepts/search.md says how accurate this is.
 """
 
 import itertools
@@ -38,8 +38,9 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 
 
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
-    """Return ``best`` with values reset to the start of the search, as many as possible, the cheapest resets first.
-    According to ``now``, all resets together cost at most ``floor`` nats, and do not make divergence likely."""
+    """Return ``best`` with some values reset to the start. Values are tried in order of the predicted cost of the
+    reset. A reset is kept if ``now`` predicts that all resets so far cost at most ``floor`` nats in total, and
+    divergence does not become likely."""
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
     for i in np.argsort(costs + SURE * deviations, kind="stable"):
@@ -140,11 +141,11 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the two numbers whose change alone brings the largest gain predicted by ``now``.
+    """Return (i, j, share): the indices of the two numeric values whose change brings the largest gain.
 
-    ``share`` is this gain / the gain of changing all numbers from the start to ``best`` (D,), at most 1. Each number
-    stays in the range of its values in ``points`` (n, D). Choices are ignored. Return None if there are too few
-    numbers or trials, or if the gain of ``best`` is at most ``noise``.
+    Gains are predicted by ``now``, for a change from the start. Each value stays within its range in ``points``
+    (n, D). ``share`` is the gain of the pair / the gain of moving all numeric values to ``best`` (D,), at most 1.
+    Return None if there are too few numeric values or trials, or if the second gain is at most ``noise``.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

@@ -8,13 +8,13 @@ The surrogate is a Bayesian quadratic regression of the loss. Diverged trials an
 
     b_i ~ N(0, h^2),   h_ii ~ N(h, h^2),   h_ij ~ N(0, (r h)^2),   error ~ N(0, noise^2 + (k (y - lowest))^2),
 
-where y is the loss of a trial, h the typical curvature, noise the standard deviation of the loss between
-seeds, and lowest the lowest loss. A numeric value has one column x_i: its distance from the start point
-in steps (a step is the typical distance of an optimum). A choice, such as the optimizer, has a column of
-0 or 1 for each level except the start's. This prior expects the optimum about one step from the start
-point along each column. In directions in which no trial has moved, the minimum stays at the start point.
-r is 8 / D^2 for D columns, but at most 1/2. With more than ``MOST_WITH_INTERACTIONS`` columns, the h_ij
-are 0: a search has too few trials for so many pairs.
+where y is the loss of a trial, h is the typical curvature, noise is the standard deviation of the loss
+between seeds, and lowest is the lowest loss. A numeric value has one column x_i: its distance from the
+start point in steps (a step is the typical distance of an optimum). A choice, such as the optimizer, has a
+column of 0 or 1 for each level except the start's. This prior expects the optimum about one step from the
+start point along each column. In directions in which no trial has moved, the minimum stays at the start
+point. r is 8 / D^2 for D columns, but at most 1/2. With more than ``MOST_WITH_INTERACTIONS`` columns, the
+h_ij are 0: a search has too few trials for so many pairs.
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the
 optimum. Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h
@@ -30,13 +30,13 @@ evidence is used, so the search drops knowledge that its trials contradict. H is
 - An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from
   the start point. The slope at the optimum is 0, so b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown
   H.
-- An *earlier search*, of another model size or other values, gives the posterior of its own surrogate.
-  The losses of two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in
-  ``DIFFERENCES`` gives a prior.
+- For an *earlier search*, of another model size or other values, the prior is the posterior of that search's
+  surrogate. The losses of two searches differ, so (d h)^2 is added to the variance of each coefficient.
+  There is one prior for each d in ``DIFFERENCES``.
 
-The divergence model is a logistic regression. No box around the start describes where runs diverge: the
-highest possible learning rate of a module depends on the other modules (Mlodozeniec et al. 2025, arXiv
-2512.22382). Increases and decreases of a value have separate coefficients:
+The divergence model is a logistic regression on all values together, because the highest possible learning
+rate of a module depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). Increases and
+decreases of a value have separate coefficients:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0.
 
@@ -190,8 +190,8 @@ def _features(x: Array) -> Array:
 def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
     """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
 
-    Of the plain prior and the priors in ``knowledge``, the surrogate has the one with the highest evidence.
-    ``noise`` is the standard deviation of a loss; 0 if unknown.
+    The surrogate uses the prior with the highest evidence: the plain prior or one of ``knowledge``. ``noise`` is the
+    standard deviation of a loss; 0 if unknown.
     """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
@@ -263,7 +263,8 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior that expects the optimum at ``centre`` +- ``width`` from the start point, (D,) in steps."""
+    """Return the prior that expects the optimum at ``centre`` +- ``width``. Both are distances from the start point
+    in steps (see the top of this file), (D,)."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre
@@ -277,10 +278,13 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return a prior for each of ``DIFFERENCES``, from the ``losses`` (n,) of an earlier search at ``columns``.
+    """Return priors from an earlier search, one for each of ``DIFFERENCES``.
 
-    ``columns`` has the shape (n, D + E). The new search has the first D = ``d`` of these columns, and not the other
-    E. The ``noise`` of the losses is fitted if it is None.
+    Args:
+        columns: points of the earlier search, (n, D + E). The new search has only the first D columns.
+        losses: losses at these points, (n,).
+        noise: standard deviation of the losses. If None, it is fitted.
+        d: the number D.
     """
     if noise is None:  # a noise of 0 would make the priors far too narrow
         lowest = np.argsort(losses)[:FITTED]

@@ -13,8 +13,8 @@ is ``scale`` octaves, the typical distance of an optimum from the start.
 2. The incumbent is the best point so far. At first, it is the first trial with a finite loss. Another trial replaces
    it if its predicted loss is lower by more than the noise, and a run at its point is unlikely to diverge.
 3. A proposal is the surrogate's minimum within ``TRUST`` steps of the incumbent along each hyperparameter, plus a
-   random move. The move is half of the difference between two minima: of a surrogate drawn from the posterior, and of
-   the posterior mean. So a hyperparameter whose optimum is known hardly moves, one with little effect moves far, and
+   random move. The move is half of the way from the minimum of the posterior mean to the minimum of a surrogate drawn
+   from the posterior. So a hyperparameter whose optimum is known hardly moves, one with little effect moves far, and
    simultaneous proposals differ. The last proposal of a search has no random move.
 4. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one number, by about a
    step.
@@ -130,7 +130,7 @@ class Axes:
 
     @property
     def box(self) -> tuple[Array, Array]:
-        """The box of the first proposals: (lowest, highest) octaves from the start, each (D,)."""
+        """The bounds of the first proposals: (lowest, highest), each (D,), octaves from the start."""
         low, high = self.ends
         given = [self.near.get(name, ends) for name, *ends in zip(self.start, low, high, strict=True)]
         near_low, near_high = np.array(given, float).reshape(-1, 2).T
@@ -138,7 +138,7 @@ class Axes:
 
     @cached_property
     def levels(self) -> NDArray[np.int_]:
-        """The number of levels on each axis, (D,). Axes of numbers have 0 levels."""
+        """The number of levels of the choice on each axis, (D,). It is 0 on a numeric axis."""
         return np.array([len(limits) if isinstance(limits, range) else 0 for limits in self.limits.values()])
 
     @property
@@ -222,7 +222,7 @@ class Features:
 
     @cached_property
     def level(self) -> NDArray[np.int_]:
-        """For each column, (F,), the level that a point has if the column is 1; 0 for the column of a number."""
+        """For each of the F columns, the level of the choice that it stands for, or 0 if it is of a number."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
@@ -232,7 +232,7 @@ class Features:
         return np.where(level > 0, x[..., owner] == level, steps)
 
     def point(self, columns: Array) -> Array:
-        """The inverse of :meth:`of`: return the point (D,) of ``columns`` (F,)."""
+        """Convert ``columns`` (F,) to a point (D,)."""
         owner, level = self.owner, self.level
         x = np.zeros(len(self.levels))
         number = level == 0
@@ -280,7 +280,8 @@ class Region:
         return self._within(self.lowest(mean, levels, self.incumbent) + self.radius * (there - here))
 
     def stalled(self) -> bool:
-        """Return whether ``QUIET_ROUNDS`` rounds had no new incumbent and the predicted gain is below the noise."""
+        """Return whether the last ``QUIET_ROUNDS`` rounds had no new incumbent, and the predicted gain is below the
+        noise."""
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
@@ -313,7 +314,8 @@ class Region:
         return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the level of each choice with the lowest loss by ``quadratic``, as an array (D,) with 0 for numbers.
+        """Return, for each choice (a categorical value), the level with the lowest loss by ``quadratic``, as an array
+        (D,) with 0 for numbers.
 
         With ``unseen_first``, prefer levels that no trial has used.
         """
@@ -328,10 +330,10 @@ class Region:
         return found
 
     def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) (:class:`Features`) at which ``quadratic`` is lowest, with the choices of a point
-        ``levels`` (D,).
+        """Return the columns (F,) (:class:`Features`) of the point at which ``quadratic`` is lowest.
 
-        Numbers are in the box of the trust region, and within ``reach`` steps of the point ``around`` (D,).
+        Its choices are those of the point ``levels`` (D,). Its numbers are in the box of the trust region, and within
+        ``reach`` steps of the point ``around`` (D,).
         """
         number = self.features.level == 0
         here, fixed = self.features.of(around), self.features.of(levels)
@@ -340,10 +342,10 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) for the columns ``wanted`` (F,) of :class:`Features`, limited to the box.
+        """Return the point (D,) for the columns ``wanted`` (F,) of :class:`Features`, limited to the region's box.
 
-        If divergence is likely there, the values that raise the risk change: numbers move towards the incumbent (the
-        best point so far), and choices take its level.
+        If divergence is likely there, the values that raise the risk change: numbers move towards the values of the
+        incumbent (the best point so far), and choices become those of the incumbent.
         """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
@@ -417,7 +419,7 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 
 
 def radius_of(axes: Axes, losses: Array) -> float:
-    """Return ``Region.radius``, a factor on the random moves of proposals, after trials with ``losses`` (n,)."""
+    """Return ``Region.radius`` after trials with ``losses`` (n,). Each proposal's random move is multiplied by it."""
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS
     tried, closer = len(losses), learning_rates(list(axes.limits)).any()
@@ -455,8 +457,10 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return a mask (D,) of the learning rates in ``names`` to lower after a divergence: the global lr, or the lrs of
-    modules and depths if the global lr is not searched."""
+    """Return a mask (D,) over ``names``: the learning rates to lower after a divergence.
+
+    These are the global lr or, if it is not searched, the lrs of modules and depths.
+    """
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -164,8 +164,11 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check the folder of an attempt. Rename it if it belongs to a trial that the store lacks. If the folder
-        of a ``retry`` is gone, tell the user, or raise InputError if the disk seems unmounted."""
+        """Check the folder in which a trial's command is about to run.
+
+        If it exists and this is no ``retry``, rename it: its trial is not in the store (an Optuna storage). If it is
+        gone and this is a ``retry``, tell the user, or raise InputError if the disk seems unmounted.
+        """
         made_before = self.folder.exists()
         make_folder(self.folder)
         if folder.exists() and not retry:
@@ -397,8 +400,8 @@ class CommandStudy(BaseStudy):
         elif there != here and in_journal:
             folder = shlex.quote(os.path.relpath(os.path.realpath(self.out / there)))
             raise InputError(
-                f"{self._name} runs its command in another folder; type cd {folder} first, or move the study "
-                "back if it was moved"
+                f"{self._name} has run its command in another folder so far; type cd {folder} first, or, if you "
+                "moved the study, move it back"
             )
         elif there != here:
             self._note(

@@ -61,8 +61,8 @@ def gone(owner: str) -> bool:
 class Leases:
     """A context manager. A thread sends this command's heartbeats, and :meth:`dead` reads those of other commands.
 
-    ``clocks`` has the heartbeat of each command that the last call of :meth:`dead` read, by the command's id. A
-    heartbeat is a Unix time by the sender's clock. 0 means no heartbeat.
+    ``clocks`` maps ids of other commands to the heartbeats that :meth:`dead` has read most recently. A heartbeat is
+    a Unix time by the sender's clock. 0 means no heartbeat.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Leases:
     def dead(self, owners: set[str]) -> set[str]:
         """Return those commands of ``owners`` that have ended, or that sent no heartbeat for ``lease_seconds``.
 
-        Call this at least four times per lease: a longer pause between calls counts as a quarter of
-        ``lease_seconds``.
+        Call this at least four times in ``lease_seconds``. A longer time between two calls counts only as a quarter
+        of ``lease_seconds``.
         """
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.

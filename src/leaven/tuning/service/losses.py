@@ -61,7 +61,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
             return ()
         if isinstance(error, LogDamaged) or error.errno in storage.AWAY:
             raise
-        why = f"{error.strerror}; correct this, or the path of the losses in the command file"
+        why = f"{error.strerror}; correct the path of the losses in the command file, or make this path readable"
         raise InputError(f"{where}: {why}") from None
     return tuple(curve.items())
 
@@ -89,11 +89,11 @@ def why_none(source: LossSource, where: Path) -> str:
 
 
 def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
-    """Yield the losses in the order in which they were written.
+    """Yield (step, loss) in the order in which the losses were written.
 
     Raises:
-        InputError: if ``complete`` and the last loss is not a number. It may be that of a run that has diverged, so
-            the loss before does not count.
+        InputError: if a step or loss is invalid, or if ``complete`` and the last loss cannot be read. It may be the
+            NaN of a diverged run, so an earlier loss is not used instead.
     """
     if source.pattern is not None:
         return _of_text(source, where, complete)
@@ -127,9 +127,9 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
 
 
 def _number(found: re.Match[str]) -> float | None:
-    """Return the loss of a match. Return None if its text is not a number, or only a part of one, as 5 in 12.5.
+    """Return the loss in a match, or None if it is not a complete number, such as the 5 of 12.5.
 
-    tqdm pads nan to nan.0.
+    The text nan.0, as tqdm prints it, is read as nan.
     """
     log, (start, end), text = found.string, found.span("loss"), found["loss"].rstrip(".")
     cut = _NUMBER_BEFORE.search(log, max(0, start - 4), start) or _NUMBER_AFTER.match(log, end)
@@ -156,8 +156,8 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
             if source.step is not None:
                 suggestion = f"set loss.step to another key of this line: {', '.join(list(row)[:MOST_NAMES])}"
             raise InputError(
-                f"{where}: a line with {key} has the step {source.step or '_step'} = {step!r:.60}, not a "
-                f"number; {suggestion}"
+                f"{where}: in a line with {key}, the step ({source.step or '_step'}) is {step!r:.60}, not a "
+                f"valid number; {suggestion}"
             )
         try:
             if isinstance(loss, bool) or "_" in str(loss):  # float() reads both
@@ -171,8 +171,8 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
         yield step if step is None else int(step), number
     if complete and not diverged and rows and rows[-1][1][key] is None:
         raise InputError(
-            f"{where}: the last {key} is null, which may be a NaN; let the command write NaN for NaN, and leave "
-            f"{key} out of lines without a loss"
+            f"{where}: the last {key} is null, which may mean NaN; change the command so that it writes a NaN loss "
+            f"as NaN, and leaves {key} out of lines without a loss"
         )
 
 
@@ -190,11 +190,11 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 
 
 def _rows(source: LossSource, where: Path, complete: bool = False, resumed: bool = False) -> Iterator[Row]:
-    """Yield (step, values by name) for each logged row of the files at ``where``. Of TensorBoard, yield only losses.
+    """Yield (step, values by name) for each logged row at ``where``. For TensorBoard, the only value is the loss.
 
-    Files of TensorBoard and W&B are read in order of the start times that their paths contain. With ``resumed``,
-    they are read in order of their last steps, because the machines that resumed the trial may have different clocks.
-    Folders of TensorBoard are read in order of the times of their losses.
+    TensorBoard folders are read in order of their first loss. The files in a folder, and those of W&B, are read in
+    order of the start times in their paths. With ``resumed``, they are read in order of their last steps instead,
+    because the machines that resumed the trial may have different clocks.
     """
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
@@ -211,11 +211,11 @@ def _rows(source: LossSource, where: Path, complete: bool = False, resumed: bool
 
 
 def _event_folders(source: LossSource, where: Path, complete: bool) -> list[list[EventFile]]:
-    """Return the TensorBoard event files with losses by folder, in order of the times of the losses.
+    """Return the TensorBoard event files with losses, one list per folder, in order of the folders' first losses.
 
-    Raise InputError if ``complete`` and the folders may have several curves, such as those of a training and a
-    validation. They have one, that of one attempt after the other, if their times do not overlap, and if the last
-    folder gets the furthest: to a higher step than the others, or to the same one from a later first step.
+    With ``complete``, raise InputError if the folders may hold several curves, such as training and validation. They
+    hold one curve, written by successive attempts, if their times do not overlap and the last folder reaches the
+    highest step. If another folder reaches the same step, the last folder must begin at a later step.
     """
     folders = dict[Path, list[EventFile]]()
     for file in read_event_files(where.rglob(f"*{EVENTS}*"), str(source.key)):
@@ -235,9 +235,9 @@ def _event_folders(source: LossSource, where: Path, complete: bool) -> list[list
     if complete and (at_once or (len(reached) > 1 and reached[-1] <= max(reached[:-1]))):
         names = " and ".join(sorted(map(str, folders)))
         raise InputError(
-            f"{names} have {source.key}, but are not of one attempt after the other; "
+            f"{names} have {source.key}, but are not successive attempts of one run; "
             "let the command use one fixed log folder under {out}, and set loss.tensorboard to it, or let it log the "
-            "loss that counts under another name"
+            "loss of the trial under a name of its own"
         )
     return [files for _, files in found]
 

@@ -109,8 +109,8 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
     """Return the processes of the commands with the process ids ``leaders``. A process may appear several times.
 
-    These are the leaders, processes in their sessions, processes with the mark of a leader in their environment
-    (``MARK``), and all descendants.
+    A process belongs to a command if it is the leader, is in the leader's session, has the leader's ``MARK`` in its
+    environment, or descends from such a process.
     """
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():

@@ -110,21 +110,23 @@ def stack_size(
 ) -> tuple[int, str]:
     """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
-    The number is above 1 only where a stack was measured to be faster. ``trials`` is the number of trials in the
-    budget, None if it is unknown. ``free`` returns the number of free bytes on a GPU.
+    Trials that are trained at once are a stack. The number is above 1 only if stacks were measured to be faster.
+    ``trials`` is the number of trials in the budget, None if it is unknown. ``free`` returns the number of free bytes
+    on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:
-        why = f"a stack was not measured for steps of more than {STACKED_FLOPS:.2g} FLOPs"
+        why = f"several trials at once were measured only up to {STACKED_FLOPS:.2g} FLOPs a step"
     if why is not None or trials is None:
         return 1, why or "the number of trials is unknown; give --trials, or --stack"
     if (share := trials // (LEAST_ROUNDS * gpus)) < 2:
         return 1, f"{trials} trials are too few for a stack"
     if (fitting := most_trials(recipe, free())) < 2:
-        return 1, "two trials do not fit into its memory"
+        return 1, "two trials do not fit into half of the free memory"
     if fitting < share:
-        return fitting, f"a stack, the largest that {'was measured' if fitting == MOST else 'fits into its memory'}"
-    return share, f"a stack, 1/{LEAST_ROUNDS * gpus} of all trials"
+        limit = "was measured" if fitting == MOST else "fits into half of the free memory"
+        return fitting, f"a stack, the largest that {limit}"
+    return share, f"a stack of 1/{LEAST_ROUNDS * gpus} of all trials"
 
 
 @dataclass
@@ -159,7 +161,8 @@ class TrialTrainer:
         """Train the proposals of a worker and return their outcomes. Invalid values get an infinite loss.
 
         Raises:
-            InputError: if a stack does not fit into the memory, or if the text or the start weights have changed.
+            InputError: if the trials of a stack do not fit into memory together, or if the training text or the start
+                weights have changed.
             TrialReleased: if the search is stopped during the training.
             WorkerDied: if the worker process died.
         """
@@ -207,10 +210,10 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt: the trial's last folder, renamed, or else a new folder.
+        """Return the checkpoint folder of this attempt: the renamed folder of the last attempt, or a new folder.
 
-        Each attempt has a folder name of its own, because a killed worker of the last attempt may still write for
-        half a second. With ``stack`` = 1, tell the user if a retried trial has no folder, so that it begins again.
+        Each attempt has its own folder name, because a killed worker of the last attempt may still write for half a
+        second. With ``stack`` = 1, a note tells the user if a retried trial begins again because it has no folder.
         """
         folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         with suppress(OSError):  # another attempt has moved it
@@ -219,8 +222,8 @@ class TrialTrainer:
                 return folder
         if proposal.number != proposal.origin and self.stack == 1:  # of a stack, only one trial has a folder
             self.note(
-                f"trial {proposal.number} begins again, because {self.folder} has no folder of its earlier attempt; "
-                "possible causes: it failed, its folder was removed, or its disk is not mounted"
+                f"trial {proposal.number} begins again, because {self.folder} has no folder of an earlier attempt; "
+                "possible causes: that attempt failed, the folder was removed, or the disk is not mounted"
             )
         with suppress(OSError):  # a line says so when the first checkpoint cannot be saved
             folder.mkdir(parents=True, exist_ok=True)  # a later attempt knows by it that nothing was removed
@@ -228,18 +231,18 @@ class TrialTrainer:
 
 
 class Study(BaseStudy):
-    """A study whose trials train ``recipe``. See :class:`BaseStudy` for the arguments that are not listed here.
+    """A study whose trials train ``recipe``. See :class:`BaseStudy` for the other arguments.
 
     Args:
         space: the searched values of ``recipe``.
-        tokens: the tokens of the recipe's text.
-        durations: run lengths in tokens. Each trial has a run of each length. The loss of the longest run counts.
-            Without ``durations``, each trial is one run of ``data.tokens`` tokens.
+        tokens: the prepared data of ``recipe``.
+        durations: run lengths in tokens. Each trial trains one run of each length. The loss of the longest run is
+            the loss of the trial. By default, each trial is one run of ``data.tokens`` tokens.
         stack: number of trials that a worker trains at once as one batched model (``training/stack.py``).
 
     Raises:
-        InputError: as :class:`BaseStudy`. Also if a duration cannot be trained on the tokens, or if no value is left
-            to search. Also if ``data.tokens`` is searched and no text is repeated (more is always better).
+        InputError: see :class:`BaseStudy`. Also if a duration cannot be trained on the tokens, if no value is left
+            to search, or if ``data.tokens`` is searched although no text is repeated (more is always better then).
     """
 
     space: Space

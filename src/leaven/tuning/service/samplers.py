@@ -47,10 +47,10 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 class SeededSampler(BaseSampler):
     """The sampler of all search methods except ``trust-region``. It wraps a sampler of Optuna.
 
-    Optuna's sampler draws only from a box in the space, which grows during the search (:func:`box`). In the store,
-    each value keeps its whole range. Each proposal has its own random seed. So commands that share a search draw
-    different proposals, and a resumed search does not repeat its proposals. Method ``grid`` draws random points once
-    its grid is complete.
+    Optuna's sampler draws only from a box in the search space. The box grows during the search (:func:`box`). The
+    distributions in Optuna's storage have the whole range of each value. Each proposal has its own random seed. So
+    commands that share a search draw different proposals, and a resumed search does not repeat its proposals. Method
+    ``grid`` draws random points once its grid is complete.
 
     Method ``cma`` (CMA-ES) is an exception: it stays near the start by itself. Its box is symmetric around the start,
     contains the space and does not grow. Proposals outside the space are clipped. The covariance matrix is diagonal,

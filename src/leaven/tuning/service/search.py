@@ -178,8 +178,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     ran = loop.trials
     if ran and not called and not stop():
         warnings.warn(
-            f"this call ran no trial, because the stored study {name} has all of its {len(ran)} trials; if the "
-            "objective has changed since, give it another name",
+            f"this call ran no trial, because the stored study {name} already has all of its {len(ran)} trials; if "
+            "the objective has changed since then, give the study another name",
             stacklevel=2,
         )
     chosen, (noise, degrees) = plan.chosen(ran), plan.noise_of(ran)

@@ -49,7 +49,7 @@ class Proposal(dict[str, float]):
 
     A proposal also has these attributes:
 
-    - ``number``: the number of this attempt at the trial.
+    - ``number``: the number of this attempt at the trial. Each retry of the trial has a new number.
     - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... if a trial repeats a point.
     - ``origin``: the number of the trial's first attempt. Name checkpoints by ``origin``, so that a retry finds them.
     - ``baseline``: the best trial so far with the same levels of all choices. Prune by its curve and loss. None: do
@@ -89,17 +89,17 @@ Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # the pr
 
 @dataclass
 class SearchLoop:
-    """Runs the trials of a plan in threads, and writes their results to the store.
+    """Runs the trials of a :class:`SearchPlan` in threads, and writes their results to the store.
 
         with SearchLoop(...) as loop:
             for event in loop:
                 ...
 
-    An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended. If an
-    exception ends the context, the running trials will run again later.
+    An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended. If the
+    ``with`` block ends with an exception, the running trials are retried later.
 
-    The iterator raises InputError if ``FAILURES`` trials in a row failed, or if the objective returns no loss. It
-    also raises any exception of the objective other than WorkerDied and TrialReleased.
+    The iterator raises InputError if ``FAILURES`` trials in a row fail, or if the objective does not return a loss.
+    If the objective raises an exception, the iterator raises it too, except WorkerDied and TrialReleased.
     """
 
     plan: SearchPlan

@@ -3,12 +3,12 @@
 The next trial is the first of these that is still to do:
 
 1. The retry of a trial whose process died or was stopped.
-2. Trials of the start with several seeds. They measure the noise, the standard deviation of the loss between seeds.
-   In a grid search, the points of the grid follow.
+2. Trials of the start (the point of the recipe itself) with several seeds. They measure the noise: the standard
+   deviation of the loss between seeds. In a grid search, the points of the grid follow.
 3. Proposals of the search. They end when the rest of the budget is reserved for final trials, or when several rounds
    gained less than the noise.
 4. Final trials of the best few points (the finalists), with fresh seeds. The first of them stores the number of
-   finalists, so that all commands use the same number.
+   finalists, so that all commands that run this search use the same number.
 5. With several finalists: confirmation trials, which compare the best finalist with the start on the same seeds
    (``algorithm/answer.py``).
 """
@@ -156,7 +156,7 @@ class NothingFound(InputError):
 
 
 def by_surrogate(method: str) -> bool:
-    """Return whether a search method uses a surrogate, which is a quadratic model of the loss."""
+    """Return whether a search method uses leaven's surrogate, a quadratic model of the loss."""
     return method == "trust-region"
 
 
@@ -175,8 +175,8 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the trials known before the search: at the start point and, for method ``grid``, at grid points.
-    Raise InputError if the coarsest grid exceeds the budget."""
+    """Return the trials that do not depend on losses: at the start point and, for method ``grid``, at grid points.
+    For a grid, raise InputError if the budget has no number of trials, or if the coarsest grid exceeds it."""
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
     if method == "grid":
@@ -229,7 +229,7 @@ class SearchPlan:
     def next(self, trials: Sequence[StoredTrial], turn: int, now: float) -> TrialRequest | None:
         """Return the next trial, or None if the search is complete or must wait for a running trial.
 
-        ``turn`` is the number of trials that have been started so far, without retries. ``now`` is the Unix time.
+        ``turn`` is the number of trials started so far; retries do not count. ``now`` is the Unix time.
         """
         states = [trial.state for trial in trials]
         if "waiting" in states:
@@ -283,8 +283,7 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region. It is fitted again once enough ended trials are new: a share
-        ``REFITTED`` of all, at least one."""
+        """Return the trust region. It is fitted again whenever a share ``REFITTED`` of the ended trials is new."""
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
         if self._known is None or self._known[0] != count:
@@ -354,7 +353,7 @@ class SearchPlan:
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirmation_trials(self, trials: Sequence[StoredTrial], now: float) -> Iterator[TrialRequest]:
-        """Yield the trials that compare the best finalist with the start, on the same seeds."""
+        """Yield the trials that compare the best finalist with the start of the search, on the same seeds."""
         point = point_to_confirm(trials, list(self.axes.start), self.noise_of(trials)[0])
         if point is None or self.budget.left(trials, now) < 1:
             return
@@ -407,9 +406,10 @@ class SearchPlan:
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether an ended search left untried points, and budget for a trial before the final trials.
+        """Return whether a search ended because its last rounds gained less than the noise.
 
-        This happens if rounds gained less than the noise. Do not call this for a search that was stopped.
+        This is true if it left untried points, and enough budget for a trial besides the final trials. Do not call
+        this for a search that the user stopped.
         """
         # A plan without a cache, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
@@ -435,7 +435,7 @@ def _ended(trials: Sequence[StoredTrial]) -> int:
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:
-    """Return the points of the trials with seed 0, which the search proposed. Include running and failed trials."""
+    """Return the start and the points that the search proposed: those of all trials with seed 0, in any state."""
     return [trial.params for trial in trials if trial.seed == 0]
 
 

@@ -6,15 +6,15 @@ trial, plus one for each retry. In this file, an Optuna trial is called an attem
 
 - Each attempt has two user attributes from the beginning: ``owner`` is the id of its command, and
   ``job`` is a name for the work, such as ``search:12``. There is no queue: the next job follows from the
-  existing attempts, so a crash cannot lose a job. If two commands create an attempt for the same job,
-  the attempt with the lower number runs. The other attempt is marked as failed. So is the second attempt of a
-  command that repeats the creation because its connection broke.
+  existing attempts, so a crash cannot lose a job. If there are two attempts for the same job, the attempt with the
+  lower number runs, and the other one is marked as failed. This happens if two commands create an attempt at the same
+  time, or if a command creates it again after its connection broke.
 - If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial,
   once. If the retry dies too, the trial has failed. Ctrl-C releases the running attempts of a command.
   Their trials are retried, too, but a released attempt does not count as one that died.
-- If many trials of a command fail in a row, its machine may be broken. The command then gives these trials
-  back, so that they run again: it adds to each an ended attempt with the attribute ``given_back``. Failures of
-  the trial before this attempt no longer count. A trial is given back only once.
+- If many trials of a command fail in a row, its machine may be broken. The command then adds to each of these trials
+  an ended attempt with the attribute ``given_back``, so that the trial runs again. Failures of the trial before this
+  attempt no longer count. A trial is given back only once.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's
   samplers need a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. A wrong digest shows that
@@ -111,7 +111,7 @@ class StoredTrial(StudyTrial):
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """A study in a store."""
+    """A study in an Optuna storage (``store``)."""
 
     store: BaseStorage
     study: optuna.Study
@@ -204,9 +204,9 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Let trials be tried again that failed or whose process died, once for each trial. Return their number.
+        """Allow one more attempt for each trial that failed or whose process died, but only once per trial.
 
-        An entry in the store says so; the attempt itself is made later.
+        Return the number of these trials. This only adds entries to the store; the attempts start later.
 
         Args:
             numbers: the last attempt of each trial, by its number in the store.
@@ -265,10 +265,10 @@ class StoredStudy:
 
 
 def thinned(curve: Curve) -> list[tuple[int, float]]:
-    """Return a curve with at most ``POINTS`` points, without points whose loss is not finite.
+    """Return a curve with at most ``POINTS`` points. Points with an infinite or nan loss are dropped.
 
-    The last point is kept. Earlier points are grouped. A group becomes a point with its last step and mean
-    loss.
+    The last point is kept. The points before it are grouped, and each group becomes one point: the last step and
+    the mean loss of the group.
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
@@ -381,9 +381,9 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
-    """Return whether ``attempt`` cannot be a later state of ``before``, an earlier read of the same number.
+    """Return whether ``attempt`` cannot be a later state of ``before``, which had the same number in an earlier read.
 
-    This is so if ``attempt`` began at another time, or if it has not ended although ``before`` had.
+    It cannot be if its owner, job or time of start differs, or if it has not ended although ``before`` had.
     """
     earlier = before.state.is_finished() and not attempt.state.is_finished()
     return earlier or any(attempt.user_attrs.get(key) != before.user_attrs.get(key) for key in (OWNER, JOB, BEGAN))

@@ -1,9 +1,9 @@
 """Open the store of a study: an Optuna storage in a file or on a server. Calls are repeated while the store is
 unreachable.
 
-A connection may break just after a call has changed the store, and the repeated call then does its work twice.
-:class:`~leaven.tuning.service.stored_study.StoredStudy` allows for this: of two attempts that one call has created,
-the first counts, and a trial that is ended twice keeps its result.
+If a connection breaks just after a call has changed the store, the repeated call makes the same change again.
+:class:`~leaven.tuning.service.stored_study.StoredStudy` allows for this: if a call creates two Optuna trials, only
+the first counts, and if it ends a trial twice, the trial keeps its result.
 """
 
 import errno
@@ -136,7 +136,7 @@ def _url(where: str) -> "URL":
 
 
 def _require_place(file: Path, example: str) -> None:
-    """Raise InputError if ``file`` is a folder, or if its folder does not exist. ``example`` names a file in it."""
+    """Raise InputError if ``file`` is a folder or its parent folder is missing. ``example`` is for the message."""
     if file.is_dir():
         raise InputError(f"{file}: a folder; give a file in it, such as {example}")
     if not file.parent.is_dir():
@@ -340,8 +340,8 @@ class Journal(JournalFileBackend):
                 # Optuna's dashboard holds its lock, or was killed. JournalFileOpenLock would wait for it forever.
                 raise OSError(
                     errno.EAGAIN,
-                    f"another program holds the lock {optunas._lock_file}, a link to a missing file; if the program "
-                    "has ended, remove the link",
+                    f"another program holds the lock {optunas._lock_file}, a symbolic link; if that program has "
+                    "ended, remove the link",
                 )
             optunas.acquire()
             try:
@@ -354,7 +354,7 @@ class Journal(JournalFileBackend):
 
 
 class Patient(BaseStorage):
-    """A storage whose calls are repeated while the store is unreachable, after calling ``reconnect``."""
+    """A storage that repeats a call while the store is unreachable. It calls ``reconnect`` before each repetition."""
 
     def __init__(
         self,

@@ -2,30 +2,30 @@
 the best values.
 
 This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. The ten files in bold are the search; the
-others are details of a step. A trial is one training of a point with one seed. If the process of a trial dies, the
-trial gets another attempt.
+others are details of a step. A point is one value for each searched hyperparameter. A trial is one training at a
+point with one seed. If the process of a trial dies, the trial gets another attempt.
 
 1. **cli/tune.py** reads the recipe, makes the search space (**space.py**) and tokenises the recipe's text.
    :class:`BaseStudy`, in this file (**study.py**), checks the arguments and the folder (``study_folder.py``), and
-   opens the store: a journal in the folder, or a database. The store is an Optuna storage. It has everything that
-   the search knows: all attempts at all trials, with their losses and curves. So a killed search can resume, and
-   several commands and machines can share a study. The first command stores the recipe and the other settings there.
-   A later command with other settings is refused (``study_settings.py``).
+   opens the store: a journal in the folder, or a database. The store is an Optuna storage. It has all attempts at all
+   trials, with their losses and curves, so a killed search can resume, and several commands and machines can share a
+   study. The first command stores the recipe and the other settings there. A later command with other settings is
+   refused (``study_settings.py``).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
-   trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start (the recipe itself), then
-   proposals of the search, then some of the best points again. ``algorithm/trust_region.py`` proposes points, from a
-   model of the loss fitted to the trials so far (``algorithm/surrogate.py``). Both are pure functions, which you can
-   read on their own. The loop creates the trial in the store, and records its outcome there (**stored_study.py**).
-   It also takes over the trials of commands that have died.
+   trials. The loop asks a :class:`SearchPlan` (**search_plan.py**) for the next trial: first the start (the point of
+   the recipe itself), then new points, then some of the best points again. ``algorithm/trust_region.py`` proposes the
+   new points, from a model of the loss fitted to the trials so far (``algorithm/surrogate.py``). You can read these
+   two files on their own. The loop creates the trial in the store, and records its outcome there
+   (**stored_study.py**). It also takes over the trials of commands that have died.
 3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
    in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
    recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). A single
-   recipe is trained by the loop and the step of ``leaven train``, without run folder, metrics and spike guard. The
-   trial's loss is the validation loss after the last step. For a shell command, the objective is the
-   ``CommandTrainer`` in ``command_study.py``.
+   recipe is trained as by ``leaven train``, but without run folder, metrics and spike guard. The trial's loss is the
+   validation loss after the last step. For a shell command, the objective is the ``CommandTrainer`` in
+   ``command_study.py``.
 4. A trial ends early if it diverges, or is pruned because it is too far behind the best trial
-   (``training/early_stopping.py``). The limit depends on the noise: the standard deviation of the loss between seeds
-   (``algorithm/noise.py``). Up to 3 trials of the start, which begin before the first proposal, measure the noise.
+   (``training/early_stopping.py``). This limit depends on the noise: the standard deviation of the loss between seeds
+   (``algorithm/noise.py``). Up to 3 trials of the start measure the noise. They begin before the first new point.
 5. The search usually ends with final trials of the best points (the finalists), with fresh seeds. The budget decides
    how many (``FINALS``). From their losses, **algorithm/answer.py** chooses a point: the start, unless the best
    point gains clearly more than the noise. The reported loss is the mean over trials that were not used to choose
@@ -164,7 +164,7 @@ class BaseStudy(ABC):
             store,
             self.space.name,
             self._name,
-            "give it the same, or use another --study",
+            "give the same settings, or use another --study",
             method=self.method,
             axes=self.space.axes,
             seed=self.space.seed,
@@ -210,8 +210,8 @@ class BaseStudy(ABC):
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
                 if file.exists() and not os.access(file, os.R_OK | os.W_OK):
                     raise InputError(
-                        f"{file}: you have no permission to write it; unless its disk is read-only, its owner can "
-                        f"type chmod g+w {file}"
+                        f"{file}: you have no permission to read and write it; its owner can type "
+                        f"chmod g+rw {file} (if its disk is not read-only)"
                     )
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study.user_attrs for study in store.get_all_studies()}
@@ -263,8 +263,8 @@ class BaseStudy(ABC):
         Raises:
             StoreGone: if the store stays unreachable for 300 seconds, if the user stops the command while the store
                 is unreachable, or if results cannot be written.
-            InputError: without a budget, if the study cannot continue (such as with a wrong command), if another
-                study has replaced its folder, or after four failed trials in a row on this machine.
+            InputError: if no budget is given, if the study cannot continue (for example, its command is wrong), if
+                its folder now has another study, or after four failed trials in a row on this machine.
         """
         self._screen, self._stop = screen or NoScreen(), stop
         self._note = self._screen.note

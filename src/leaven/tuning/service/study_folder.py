@@ -146,8 +146,8 @@ class StudyFolder:
         if others := [number for number, loss in saved.items() if losses[number] != loss]:
             raise InputError(
                 f"{file} has the loss {saved[others[0]]} for trial {others[0]}, but {self.study} has "
-                f"{losses[others[0]]}, as if one of them is from a copy of the study; give the store of this folder, "
-                "restore the file that was replaced, or use another folder"
+                f"{losses[others[0]]}, as if one of them is from a copy of the study; give the store that belongs to "
+                "this folder, restore study.json or the store if it was replaced, or use another folder"
             )
 
     def require_own(self, stored_id: str) -> None:
@@ -161,8 +161,8 @@ class StudyFolder:
         if saved_id and stored_id != saved_id:
             raise InputError(
                 f"{self.path / 'study.json'} belongs to the study {saved_id}, but {self.study} contains the study "
-                f"{stored_id}; give the store of this folder, restore the file that was replaced, or use "
-                "another folder"
+                f"{stored_id}; give the store that belongs to this folder, restore study.json or the store if it was "
+                "replaced, or use another folder"
             )
 
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
@@ -182,11 +182,11 @@ def write_results(
     note: Callable[[str], None] = lambda text: None,
     inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json and return its document. Write the best point to best.toml. If another point with fewer
-    changes is as good, write it to fewest.toml. If there is no such point, remove fewest.toml.
+    """Write study.json and return its content. Write the best point to best.toml. If another point with fewer
+    changes to the start is as good, write it to fewest.toml; otherwise remove fewest.toml.
 
-    A file that the user has edited is never overwritten or removed. If the search has the same answer as before, the
-    edited file stays. If it has another answer, the edited file is renamed before the new file is written.
+    A file that the user has edited is never overwritten or removed. It stays if its point would be the same as
+    before. If the point is another one, the edited file is renamed, and a new file is written.
 
     Args:
         note: receives a line for the user if an edited file stays or is renamed.
@@ -219,7 +219,7 @@ def write_results(
                 continue
             moved = free_name(path)
             # Before it is renamed: a kill in between must not leave it renamed without a line.
-            note(f"{path} was edited; it is renamed to {moved}, because the search has another answer")
+            note(f"{path} was edited; it is renamed to {moved}, because the result of the search has changed")
             path.rename(moved)
         make_folder(path.parent)
         write_text(path, text)
@@ -272,7 +272,7 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
     if state.informed:
         parts += ["the search used what laws or an earlier study said"]
     if fewest:
-        parts += ["the fewest changes that are as good within the noise"]
+        parts += ["of the points equal to the best within the noise, the one with the fewest changes"]
     if not point[path]:
         parts += ["as at the start"]
     elif fewest:
@@ -284,7 +284,9 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
         if numbers := sorted(end for end in ends if not isinstance(end, str)):
             parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
         doubt = "" if each.worth else ", not known to be more than the noise"
-        parts += [f"the start's {start} costs {signed(each.gain)} +-{each.gain_deviation:.4f} nats{doubt}"]
+        parts += [
+            f"the start's {start} changes the loss by {signed(each.gain)} +-{each.gain_deviation:.4f} nats{doubt}"
+        ]
     if isinstance(space, Space) and path in (BATCH, TOKENS) and path in searched_paths(space.recipe):
         parts += [f"an earlier study began with {study_start(space.recipe, path):,}"]
     return "; ".join(parts)

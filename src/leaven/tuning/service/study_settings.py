@@ -1,7 +1,7 @@
-"""Create a study in a store and store its settings, or join it and compare them with this command's.
+"""Create a study in a store with the settings of this command, or join an existing study with equal settings.
 
 A command is one running search. The settings are for example recipe, space and method. A command with other settings
-is refused, because its trials could not be compared. Only prior knowledge may differ: that of the study counts.
+is refused, because its trials could not be compared. If both have prior knowledge, that of the study is used.
 """
 
 import time
@@ -46,7 +46,7 @@ def join_study(
 ) -> StoredStudy:
     """Return the study ``name``, or create it with the given settings.
 
-    An existing study keeps the prior knowledge with which it was created.
+    An existing study keeps its own prior knowledge (expected optima, and trials of an earlier study).
 
     Args:
         what: the name of the study in messages.

@@ -42,8 +42,8 @@ class TrustRegionSampler(BaseSampler):
       ``learning_rate``, ``max_lr`` or ``peak_lr``; without such a name, those named ``*.lr``.
     - The value of a pruned trial is its last reported value. It is limited to the range from the median of the
       completed trials to the worst of them.
-    - A parameter is drawn at random after its first trial if only some trials have it, or if its range
-      changes.
+    - If only some trials have a parameter, or if its range changes, its first value is the start, and later
+      values are drawn at random.
     - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no
       trials to measure the noise or to confirm the best point.
 
@@ -200,7 +200,7 @@ class AxisOfDistribution:
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
     def value(self, at: float) -> Any:
-        """Return the distribution's value nearest to the position ``at``."""
+        """Return the value of the distribution that is nearest to the position ``at`` on the axis."""
         to = self.distribution
         if not isinstance(to, NUMBERS):
             return to.to_external_repr(round(at))
@@ -219,14 +219,21 @@ def _check(study: optuna.Study) -> None:
 
 
 def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
-    """Return the noise between runs, fitted to the lowest losses, or None below ``FEWEST`` finite losses."""
+    """Return the noise between runs, fitted to the trials with the lowest losses.
+
+    Return None if fewer than ``FEWEST`` losses are finite.
+    """
     lowest = np.argsort(losses, kind="stable")[: min(FITTED, int(np.isfinite(losses).sum()))]
     columns = Features(np.zeros(points.shape[1]), axes.scale, axes.levels).of(points[lowest])
     return fitted_noise(columns, losses[lowest]) if len(lowest) >= FEWEST else None
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return {trial number: loss} of trials with a result. Loss: ``sign`` x value, or infinite if diverged."""
+    """Return {trial number: loss}. The loss is ``sign`` x value, or infinite if a trial failed or diverged.
+
+    Trials without a result are left out. The loss of a pruned trial is moved into the range from the median to the
+    highest loss of the completed trials.
+    """
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:

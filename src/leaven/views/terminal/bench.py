@@ -61,8 +61,8 @@ def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
     first = fit.last * (fit.from_tokens / fit.to_tokens) ** fit.exponent
     noise = [
         f"{format_quantity(first)} tokens at {format_quantity(fit.from_tokens)}, {format_quantity(fit.last)} at "
-        f"{format_quantity(fit.to_tokens)}: tokens^{fit.exponent:.2f} through {fit.points} measurements, off by a "
-        f"factor of {fit.scatter:.2f}"
+        f"{format_quantity(fit.to_tokens)}: tokens^{fit.exponent:.2f}, fitted to {fit.points} measurements (typical "
+        f"error: factor {fit.scatter:.2f})"
     ]
     if ahead > 1:
         noise.append(f"this run is {ahead:.3g} times as long as the measured part; later values are extrapolated")

@@ -84,7 +84,10 @@ def nearest_screen(
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """Yield the values in which two runs or recipes differ. Values that only one side can have are last."""
+    """Yield the values in which two runs or recipes differ.
+
+    Values that only a recipe, or only a published run, can have come last.
+    """
     columns = (
         Column("value", lambda row: row.path, align="left"),
         Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),

@@ -24,13 +24,13 @@ def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ())
     ``chosen`` has the paths of values that the recipe explains. Notes about these values suggest no change.
     """
     size, tokens = format_parameters(check.params, check.params_active), format_quantity(check.tokens)
-    yield Text(f"{check.name}  {size}, {tokens} tokens; values after the scaling rule")
+    yield Text(f"{check.name}  {size}, {tokens} tokens; values after applying the scaling rule")
     for one in check.findings:
         label = Text(one.severity if one.severity == "note" else one.severity.upper(), _STYLES[one.severity])
         lines = [f"{one.check}: {one.says}", *_evidence(one)]
         explained = one.severity == "note" and one.path in chosen
         if explained:
-            lines.append("the reason of this value is in [why]")
+            lines.append("the reason for this value is in [why]")
         yield ""
         yield Facts(*under(label, lines), indent=_LABEL)
         if one.mends and not explained:
@@ -63,7 +63,7 @@ def written(value: Any) -> str:
 
 def _evidence(one: FindingRow) -> Iterator[str]:
     if one.factor is not None and math.isfinite(one.factor) and one.severity != "note":
-        yield f"{format_number(one.factor, 2)} x beyond {_range(one)}"
+        yield f"beyond {_range(one)} by a factor of {format_number(one.factor, 2)}"
     if one.runs:
         yield f"evidence: {_ids(one.runs)}; {one.source}"
     else:
@@ -74,7 +74,7 @@ def _evidence(one: FindingRow) -> Iterator[str]:
         alike = "similar in size, lr, batch, norms and optimizer"
         yield f"{_ids(one.alike)}, {alike}, did the same and {' or '.join(ends)}"
     elif one.did_so:
-        yield f"did the same, with another size, lr, batch, norms or optimizer: {_ids(one.did_so)}"
+        yield f"runs that did the same with another size, lr, batch, norms or optimizer: {_ids(one.did_so)}"
 
 
 def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:

@@ -69,7 +69,7 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
         fact("peak", "peak", *peaks, "dense TFLOP/s"),
         fact("best matmul", "matmul", *(measured or ("none known",)), share),
         *([fact("sustained", "sustained", *sustained)] if sustained else []),
-        ("planned", f"{one.planned_tflops:.4g} TFLOP/s in large 16-bit products"),
+        ("planned", f"{one.planned_tflops:.4g} TFLOP/s in large 16-bit matmuls"),
         fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
         fact(
             "board",

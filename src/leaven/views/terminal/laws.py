@@ -130,7 +130,7 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
         (
             "loss",
             (
-                f"{min(losses):.3f} .. {max(losses):.3f} nats per token of Chinchilla's text",
+                f"{min(losses):.3f} .. {max(losses):.3f} nats per token of Chinchilla's training text",
                 "nearly flat between these sizes: a smaller model trained longer is cheaper to use",
             ),
         ),
@@ -146,12 +146,12 @@ def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
     critical = critical_batch(laws)
     more, longer = tokens_over_least(batch_tokens, critical), steps_over_least(batch_tokens, critical)
     cost = (
-        f"with the median critical batch of {format_quantity(critical)}: {more:.2f}x the fewest possible tokens",
+        f"{more:.2f}x the fewest possible tokens, if the critical batch is {format_quantity(critical)} (the median)",
         f"{longer:.2f}x the fewest possible steps (McCandlish 2018)",
     )
     rules = (
         "sqrt: Adam below the critical batch",
-        "linear: SGD below the critical batch, and AdamW with weight decay fixed by tau",
+        "linear: SGD below the critical batch; AdamW if weight decay and batch / (lr x decay x tokens) stay constant",
         f"surge: the lr peaks at a batch of {format_quantity(critical)} and falls above",
         "above the critical batch, no rule is valid: the best lr is about constant",
     )
@@ -177,11 +177,12 @@ def _spreads(
     tau = next(law.tau for law in own if law.tau)
     decay = f"{batch / (tau * tokens * lr):.2g} by tau {tau:.2g}, at lr {scientific(lr)} and batch {quantity(batch)}"
     counted = params if params_non_embedding is None else params_non_embedding
-    missing = "" if params_non_embedding else " (taken as all parameters; give --params-non-embedding)"
+    missing = "" if params_non_embedding else " (all parameters are used instead; give --params-non-embedding)"
     smaller = [law.law for law in laws if law.params_definition == "non-embedding"]
     head = [law.law for law in laws if law.params_definition == "without input embedding"]
     smaller_n = f"{format_quantity(counted)} without embeddings{missing}: {', '.join(smaller)}"
-    head_n = f"{format_quantity(params)} without the input embedding (taken as all parameters): {', '.join(head)}"
+    head_n = f"{format_quantity(params)} without the input embedding (all parameters are used instead)"
+    head_n += f": {', '.join(head)}"
     compute_optimal = f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"
     return Facts(
         ("N", (smaller_n, head_n)),
@@ -194,8 +195,8 @@ def _spreads(
 
 
 def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
-    """Return lines about the predicted loss. ``experts`` is (all experts) / (experts of a token). Unless it is 1,
-    laws for mixtures have their own line."""
+    """Return one line about the predicted loss or, if ``experts`` is not 1, two lines: for laws of mixtures of
+    experts and for laws of dense models. ``experts`` is (all experts) / (experts of a token)."""
     unit = "nats per token, each of its own text"
     if experts == 1:
         return [("loss", (*_spread(own, "loss", _loss), unit))]
@@ -219,5 +220,5 @@ def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float
         parts.append("all extrapolated")
     elif len(inside) < len(found):
         ends = dict.fromkeys(map(show, (min(inside), max(inside))))
-        parts.append(f"{len(inside)} inside their range: {' .. '.join(ends)}")
+        parts.append(f"{len(inside)} not extrapolated: {' .. '.join(ends)}")
     return parts

@@ -42,8 +42,8 @@ _PARAMETERS = (
 
 
 def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a recipe's size and scale, and a table of all parameters. Neighbouring layers with equal values share
-    a row."""
+    """Yield a recipe's size, its ratios to the base, and the parameter table. Neighbouring layers with equal values
+    share a row."""
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     size = format_parameters(shown.totals.params, shown.totals.params_active)
     yield Facts((shown.name, (size, f"rule {shown.rule}")), ("", f"{scale} of the base"))
@@ -51,7 +51,7 @@ def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table. If a study chose the values, also yield the study's gain in tokens."""
+    """Yield the parameter table. If a study chose the values, also yield how many tokens its gain is worth."""
     yield from parameters_screen(shown)
     if shown.worth:
         worth = [f"{row.times:.2f}" if math.isfinite(row.times) else "any number of" for row in shown.worth]

@@ -32,8 +32,8 @@ EVENTS = {
     "rollback": "anomaly at {tokens:q} tokens: {why}\n"
     "  rolled back to {from_tokens:q} tokens, skipping the data from {skip_from:q} to {skip_to:q}{lower}, "
     "attempt {attempt} of {attempts}",
-    "full_batch": "the batch has its full size of {batch_tokens:q} tokens from {tokens:q} tokens on, micro-batch "
-    "{micro_batch}",
+    "full_batch": "at {tokens:q} tokens, the batch has reached its full size of {batch_tokens:q} tokens, with "
+    "micro-batch {micro_batch}",
     "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the other ranks, which wait for it",
     "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so losses may differ in the last "
     "bits",
