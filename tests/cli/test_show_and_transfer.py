@@ -141,3 +141,14 @@ def test_transfer_says_what_a_studys_gain_is_worth_at_the_target(
     assert worth("20B", name="centre.toml") == []
     (tmp_path / "study.json").write_text("{")
     assert document(leaven("transfer", best, "--tokens", "20B", "--json"))["worth"] == []
+
+
+def test_a_set_value_that_a_transfer_scales_is_named(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    sets = ("--set", "stability.checkpoint_every_tokens=4096", "--set", "stability.keep=3")
+    command = ("transfer", tiny_file, *sets, "-o", tmp_path / "big.toml", "--tokens")
+    tokens = read_recipe(tiny_file).data.tokens
+    code, _, err = leaven(*command, str(2 * tokens))
+    assert code == 0
+    said = "every_tokens applies before the transfer: it sets 4096, and the new recipe has 8192"
+    assert said in " ".join(err.split())
+    assert "stability.keep" not in err

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from leaven.catalogue.terms import read
 from leaven.cli import next_commands
 from leaven.cli.common import (
     JsonOption,
@@ -21,6 +22,7 @@ from leaven.cli.common import (
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_text, write_recipe
+from leaven.recipe.recipe import Recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.tested_ranges import dropped, replaced, rewound, unlike, unlike_training, untuned, warnings
 from leaven.scaling.transfer import searched_paths, transfer_like
@@ -84,9 +86,10 @@ def transfer(
     if like is None:
         before = small
         big = scaled(small, **sizes)
+        warn(_scaled(_paths(overrides), small, big))
     else:
         before = load_recipe(like, overrides)
-        for path in (item.partition("=")[0].strip() for item in overrides or ()):
+        for path in _paths(overrides):
             if path.startswith(("hyperparameters.", "scaling.")) or path in searched_paths(small):
                 raise InputError(
                     f"--set {path} cannot be used, because --like takes this value from {recipe}; change it there"
@@ -108,3 +111,18 @@ def transfer(
     name = next_commands.beside(like, next_commands.TUNED) if like is not None else Path(f"{big.name}-big.toml")
     following = next_commands.after_writing(output, big, name)
     print_document(shown, chain(transfer_screen(shown), wrote), json_output, following)
+
+
+def _paths(overrides: list[str] | None) -> list[str]:
+    """Return the paths of the values in ``--set`` options."""
+    return [item.partition("=")[0].strip() for item in overrides or ()]
+
+
+def _scaled(paths: list[str], small: Recipe, big: Recipe) -> list[str]:
+    """Return a warning for each value at ``paths`` that the transfer from ``small`` to ``big`` has changed."""
+    pairs = ((path, read(small, path), read(big, path)) for path in paths)
+    return [
+        f"--set {path} applies before the transfer: it sets {given}, and the new recipe has {now}"
+        for path, given, now in pairs
+        if given is not None and given != now
+    ]

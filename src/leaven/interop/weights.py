@@ -498,7 +498,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     given_tokenizer(str(tokenizer), shape.vocab_size)
     draft = Draft(f"{plain.folder}/config.json")
     draft.set_architecture(plain, draft.origin)
-    why = f"a {plain.architecture.name} model; leaven divides its weights by the recipe's multipliers; init_std is not used"
+    why = f"a {plain.architecture.name} model: its weights, divided by the recipe's multipliers, and not init_std"
     if plain.further_tokens:
         why += "; its layers for multi-token prediction are not read"
     draft.set("start.weights", str(plain.folder), why)

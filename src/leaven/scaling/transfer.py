@@ -340,7 +340,7 @@ def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
         f"{format_quantity(base.tokens)} tokens",
         "warmup": before.schedule.warmup_tokens / before.data.tokens,
         "studied": any(path.startswith("hyperparameters.") for path in searched),
-        "clip": before.why["hyperparameters.grad_clip"] if "hyperparameters.grad_clip" in searched else None,
+        "clip": re.sub(r"(^|; )no rule scales it:.*", "", before.why.get("hyperparameters.grad_clip", "")) or None,
     }
     if before.batch.ramp and after.batch.ramp:
         for name, batch in (("ramp", after.batch), ("ramp_before", before.batch)):

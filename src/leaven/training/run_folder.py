@@ -288,10 +288,12 @@ class RunFolder:
             raise
 
     def with_reasons(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with the run's reasons, and with a reason in ``why`` for each of ``changes``, such as "since
-        5,000 tokens; before: 0.1". ``since`` says when the change was made, such as "5,000 tokens"."""
-        why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
-        return recipe.replace({"why": self.recipe().why | recipe.why | why})
+        """Return ``recipe`` with a reason in ``why`` for each of ``changes``, such as "since 5,000 tokens; before:
+        0.1". ``since`` says when the change was made, such as "5,000 tokens". Reasons of earlier changes are kept."""
+        before = self.recipe().why
+        earlier = {path: why for path, why in before.items() if why.startswith(_SINCE)}
+        now = {path: f"{_SINCE}{since}; before: {_brief(value)}" for path, value, _ in changes}
+        return recipe.replace({"why": before | recipe.why | earlier | now})
 
     def keep_tokenizer(self, path: Path) -> None:
         """Copy the tokenizer at ``path`` into the run folder unless it has one. The original may be in a cache."""
@@ -451,6 +453,9 @@ def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any
     """Return values for an event that records changes of a run's recipe. ``recipe`` is the new recipe."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
+
+
+_SINCE = "since "  # the first word of the reason for a value that changed during a run
 
 
 def _brief(value: Any) -> str:

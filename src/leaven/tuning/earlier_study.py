@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from leaven.catalogue.terms import read
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
@@ -101,6 +102,11 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
     if isinstance(space, Space):
         there, here = read_recipe(folder / "centre.toml"), space.recipe
         messages = [one.message for one in (*unlike(dict(there.model), here), *unlike_training(there, here))]
+        for path in ("hyperparameters.optimizer", "scaling.alpha", "scaling.token_exponent"):
+            if (before := read(there, path)) != (now := read(here, path)):
+                messages.append(
+                    f"its {path} is {before}, and that of this recipe is {now}, so best values may differ"
+                )
         if _text(there) != _text(here):
             texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
             messages.append(
