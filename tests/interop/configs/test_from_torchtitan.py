@@ -1,6 +1,8 @@
 """`leaven import config --from torchtitan`: its TOML files, and the JSON files that it saves."""
 
 import json
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +40,61 @@ def imported(folder: Path, text: str | dict[str, Any], ranks: int | None = None,
 
 
 def saved(recipe: Recipe, fused: bool = False) -> dict[str, Any]:
-    """Return what torchtitan 0.3.0 saves of the configuration that leaven exports, with the keys that are read."""
+    """Return what torchtitan 0.3.0 saves of the configuration that leaven exports."""
     run, shape = ResolvedRecipe(recipe), recipe.model
     values = next(torchtitan(run, shape, None)).values
     starts = values["starts"]
 
-    def module(place: str, layer: int = 0, **sizes: int) -> dict[str, Any]:
+    def module(place: str, layer: int = 0, out_features: int = 32) -> dict[str, Any]:
         start = starts[place][layer] if isinstance(starts[place], list) else starts[place]
         function, key = ("constant_", "val") if "norm" in place else ("normal_", "std")
-        return {
-            "param_init": {"weight": f"functools.partial(<function {function} at 0x7f00e2f1>, {key}={start!r})"}
-        } | sizes
+        weight = f"functools.partial(<function {function} at 0x7f00e2f1>, {key}={start!r})"
+        base = {"param_init": {"weight": weight}, "sharding_config": {"state_shardings": {"weight": {"tp": "R"}}}}
+        if "norm" in place:
+            return base | {"normalized_shape": 32, "eps": shape.norm_eps, "elementwise_affine": True}
+        if place == "tok_embeddings":
+            return base | {"num_embeddings": shape.vocab_size, "embedding_dim": shape.d_model}
+        return base | {"in_features": shape.d_model, "out_features": out_features, "bias": False}
 
     def block(layer: int) -> dict[str, Any]:
         separate = {"wq": "attention.qkv_linear.wq", "wkv": "attention.qkv_linear.wv"}
         qkv = {name: module(place, layer) for name, place in separate.items()}
         if fused:
-            qkv = {"wqkv": {"param_init": {"weight": "<function _fused.<locals>._init at 0x7f00>"}}}
+            qkv = {
+                "wqkv": module("attention.wo")
+                | {"param_init": {"weight": "<function _fused.<locals>._init at 0x7f00>"}},
+                "n_heads": shape.n_heads,
+                "n_kv_heads": shape.n_kv_heads,
+            }
         return {
             "moe": None,
             "attention": {
                 "n_heads": shape.n_heads,
                 "n_kv_heads": None if shape.n_kv_heads == shape.n_heads else shape.n_kv_heads,
-                "head_dim": None,
+                "head_dim": shape.d_head,
+                "dim": shape.d_model,
+                "inner_attention": {"block_size": 128, "kernel_options": {"BACKEND": "FLASH"}},
                 "qkv_linear": {"head_dim": shape.d_head, **qkv},
                 "wo": module("attention.wo", layer),
                 "qk_norm": module("attention.q_norm", layer) if shape.qk_norm else None,
-                "rope": {"theta": shape.rope_theta, "scaling": "none"},
+                "rope": {
+                    "dim": shape.d_head,
+                    "max_seq_len": 4096,
+                    "theta": shape.rope_theta,
+                    "scaling": "none",
+                    "scaling_factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                    "rope_factor": 1.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "original_seq_len": 4096,
+                    "truncate": True,
+                },
             },
-            "feed_forward": {
-                name: module(f"feed_forward.{name}", layer, out_features=shape.d_ff) for name in ("w1", "w2", "w3")
-            },
+            "feed_forward": {"param_init": None, "sharding_config": None}
+            | {name: module(f"feed_forward.{name}", layer, out_features=shape.d_ff) for name in ("w1", "w2", "w3")},
             "attention_norm": module("attention_norm", layer),
             "ffn_norm": module("ffn_norm", layer),
         }
@@ -80,13 +106,17 @@ def saved(recipe: Recipe, fused: bool = False) -> dict[str, Any]:
         "model_spec": {
             "name": "qwen3" if shape.qk_norm else "llama3",
             "model": {
+                "param_init": None,
                 "dim": shape.d_model,
                 "vocab_size": shape.vocab_size,
-                "lm_head": module(head),
-                "tok_embeddings": {"param_init": {"weight": "<function skip_param_init at 0x7f00>"}}
-                if shape.tied_embeddings
-                else module("tok_embeddings"),
-                "norm": module("norm") | {"eps": shape.norm_eps},
+                "lm_head": module("attention.wo") | {"param_init": module(head)["param_init"]},
+                "tok_embeddings": module("tok_embeddings")
+                | (
+                    {"param_init": {"weight": "<function skip_param_init at 0x7f00>"}}
+                    if shape.tied_embeddings
+                    else {}
+                ),
+                "norm": module("norm"),
                 "enable_weight_tying": shape.tied_embeddings,
                 "layers": [block(layer) for layer in range(shape.n_layers)],
             },
@@ -101,7 +131,10 @@ def saved(recipe: Recipe, fused: bool = False) -> dict[str, Any]:
                 for pattern, (lr, beta1, beta2, eps, decay) in values["groups"]
             ],
             "implementation": "fused",
+            "optimizer_factory_kwargs_by_name": {},
         },
+        "loss": {"num_chunks": 8, "loss_fn": {"global_vocab_size": shape.vocab_size}},
+        "checkpoint": {"enable": False, "initial_load_path": None, "initial_load_in_hf": False, "keep_latest_k": 10},
         "lr_scheduler": {
             "warmup_steps": run.in_steps(schedule.warmup_tokens),
             "total_steps": None,
@@ -154,7 +187,7 @@ def test_parameters_that_differ_over_depth_are_said(tiny: Recipe, tmp_path: Path
 def test_gains_of_a_folded_recipe_are_said(tiny: Recipe, tmp_path: Path) -> None:
     recipe = transferred(tiny.replace(PLAIN | {"model.tied_embeddings": True}))
     unread = imported(tmp_path, saved(recipe)).unread
-    assert any(line.startswith("initial value 0.25 of norm.final") for line in unread)
+    assert any(line.startswith("initial values of norm.final, 0.25") for line in unread)
 
 
 def test_a_fused_matrix_and_the_named_init(tiny: Recipe, tmp_path: Path) -> None:
@@ -256,6 +289,73 @@ def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
         from_transformers.read(tmp_path, "x")
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("attention.wo.bias", True),
+        ("attention.qkv_linear.wq.rank", 8),
+        ("attention.inner_attention.window_size", [7, 7]),
+        ("attention.head_dim", 4),
+        ("attention.rope.scaling", "yarn"),
+        ("attention_norm.eps", 0.001),
+        ("ffn_norm.elementwise_affine", False),
+        ("feed_forward.gate", {"in_features": 32}),
+        ("feed_forward.w1.param_init.weight", "<function normal_>, mean=0.5, std=0.1"),
+        ("ffn_norm.param_init.weight", "<function normal_>, mean=1.0, std=0.5"),
+    ],
+)
+def test_every_other_value_of_a_saved_model_is_listed(tiny: Recipe, tmp_path: Path, path: str, value: Any) -> None:
+    document = saved(tiny.replace(PLAIN))
+    *places, key = path.split(".")
+    for block in document["model_spec"]["model"]["layers"]:
+        reduce(getitem, places, block)[key] = value
+    line = f"model_spec.model.layers.{path} {value}"
+    if "param_init" in places:
+        line = f"initial values of {'mlp.gate, 0.5' if 'w1' in places else 'norm.mlp, 1 with std 0.5'}: in leaven, "
+    if key == "gate":
+        line = f"model_spec.model.layers.{path}.in_features 32"
+    assert [each[: len(line)] for each in imported(tmp_path, document).unread] == [line]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("loss", "loss_fn", {"label_smoothing": 0.1}),
+        ("optimizer", "implementation", "fused_opt_states_bf16"),
+        ("checkpoint", "initial_load_in_hf", True),
+    ],
+)
+def test_other_values_of_harmless_keys_are_listed(
+    tiny: Recipe, tmp_path: Path, section: str, key: str, value: Any
+) -> None:
+    document = saved(tiny.replace(PLAIN))
+    document[section][key] = value
+    assert [line.startswith(f"{section}.{key}") for line in imported(tmp_path, document).unread] == [True]
+
+
+def test_a_window_and_the_further_options_of_adam(tiny: Recipe, tmp_path: Path) -> None:
+    document = saved(tiny.replace(PLAIN | {"hyperparameters.optimizer": "adam"}))
+    for block in document["model_spec"]["model"]["layers"]:
+        block["attention"]["inner_attention"] = {"window_size": [7, 0]}
+    for group in document["optimizer"]["param_groups"]:
+        group["optimizer_kwargs"] |= {"decoupled_weight_decay": True, "amsgrad": True, "maximize": False}
+    found = imported(tmp_path, document)
+    assert found.recipe.model.window == 8
+    assert found.recipe.hyperparameters.optimizer == "adamw"
+    assert found.unread == ("param_groups.optimizer_kwargs.amsgrad True",)
+
+
+@pytest.mark.parametrize(("cut", "std"), [(1.0, 0.2 * 0.5396), (6.0, 0.2)])
+def test_truncated_initial_values(tiny: Recipe, tmp_path: Path, cut: float, std: float) -> None:
+    document = saved(tiny.replace(PLAIN))
+    for block in document["model_spec"]["model"]["layers"]:
+        weight = f"functools.partial(<function trunc_normal_ at 0x7f00>, std=0.2, a={-0.2 * cut}, b={0.2 * cut})"
+        block["feed_forward"]["w3"]["param_init"]["weight"] = weight
+    found = imported(tmp_path, document)
+    assert parameter_table(found.recipe)["layers.1.mlp.in.weight"].init_std == pytest.approx(std, rel=1e-3)
+    assert [line[:7] for line in found.unread] == ["the cut"] * (cut < 3)
+
+
 def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> None:
     document = saved(tiny.replace(PLAIN))
     groups, model = document["optimizer"]["param_groups"], document["model_spec"]["model"]
@@ -273,6 +373,10 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
     fault(document, "activation_checkpoint", "full", "must be an object or null")
     fault(groups[-1], "pattern", "nothing", "no pattern matches")
     fault(groups[-1], "optimizer_name", "Muon", "give one, AdamW or Adam")
+    fault(document["training"], "max_norm", 0.0, "training.max_norm 0 makes all gradients 0")
+    fault(
+        block["attention"], "inner_attention", {"window_size": [7, 0]}, "window is 8 in block 0 and None in block 1"
+    )
     fault(block, "moe", {"num_experts": 8}, "leaven does not import torchtitan's experts")
     fault(block["feed_forward"]["w1"], "param_init", {"weight": "<function orthogonal_>"}, "which leaven cannot read")
     fault(groups[-1], "optimizer_kwargs", {"betas": [0.9]}, "not a file of torchtitan 0.3")
@@ -296,6 +400,12 @@ def test_start_weights_and_a_module_of_settings_are_listed(tmp_path: Path) -> No
     assert [line for line in unread if line.startswith(("job", "checkpoint"))] == [
         "job.custom_config_module", "checkpoint.initial_load_path",
     ]  # fmt: skip
+
+
+def test_steps_in_the_backward_pass_are_not_clipped(tmp_path: Path) -> None:
+    found = imported(tmp_path, TOML.replace("[optimizer]", "[optimizer]\nearly_step_in_backward = true"))
+    assert found.recipe.hyperparameters.grad_clip.limit == 0
+    assert any(line.startswith("optimizer.early_step_in_backward") for line in found.unread)
 
 
 def test_training_with_rare_synchronisation_is_listed(tmp_path: Path) -> None:

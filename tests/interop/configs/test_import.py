@@ -371,7 +371,27 @@ def test_round_trip_through_transformers(
     found = from_transformers.read(folder, "tiny")
     skip = {"schedule.min_lr_ratio"} if decay == "constant" else set()
     assert_same(recipe, found.recipe, skip)
-    assert any(line.startswith("parameters.json") for line in found.unread)
+    line = "parameters.json: settings of single parameters and any schedule; leaven reads"
+    assert f"{line} training_args.json instead" in found.unread
+
+
+def test_files_with_other_values_beside_an_export_are_listed(tmp_path: Path) -> None:
+    for target in ("automodel", "megatron-module"):
+        write(export(target, base()), tmp_path / target)
+    found = from_transformers.read(tmp_path / "automodel", "x").unread
+    assert [line.partition(":")[0] for line in found] == ["parameters.json", "automodel.yaml"]
+    assert all(line.endswith("; leaven reads config.json instead") for line in found)
+    flags = (tmp_path / "megatron-module/args.sh").read_text()
+    assert "the values of single parameters that leaven_table.py sets; the recipe has those of the flags" in (
+        from_megatron.read(flags, "args.sh", "x").unread
+    )
+
+
+def test_recomputation_under_its_new_name(tmp_path: Path) -> None:
+    for old in ({}, {"gradient_checkpointing": True}):
+        arguments = {"max_steps": 10, "activation_checkpointing": True}
+        found = from_transformers.read(folder(tmp_path, CONFIG, arguments | old), "x")
+        assert (found.recipe.layout.recompute, found.unread) == ("full", ())
 
 
 LAYOUTS = [

@@ -202,7 +202,9 @@ def test_deepspeed_gets_adam_mode_and_warmup_type(tiny: Recipe) -> None:
     assert document["scheduler"]["params"]["warmup_type"] == "linear"
     batch, micro = document["train_batch_size"], document["train_micro_batch_size_per_gpu"]
     assert batch == micro * document["gradient_accumulation_steps"] * 2
-    assert any("parameter groups" in note for note in exported.notes)
+    groups = next(note for note in exported.notes if "parameter groups" in note)
+    assert "leaven.parametrize(...)" not in groups  # which refuses Adam
+    assert "model_parameters = groups of your own" in groups
 
 
 @pytest.mark.parametrize("name", ["litgpt", "deepspeed", "torchtitan", "nanotron", "automodel"])

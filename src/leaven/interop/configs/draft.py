@@ -89,10 +89,14 @@ class Draft:
         named = next((name for name, init in INITS.items() if has_init(init)), None)
         if named:
             self.set("hyperparameters.init", named, init_why)
-        for module in dict.fromkeys(each.module for each in parameters if not each.role.is_matrix):
-            means = {settings[each.name].init_mean for each in parameters if each.module == module}
-            if means != {1.0}:
-                self.unread.append(f"initial value {max(means):g} of {module}: in leaven, gains start at 1")
+        for matrix, mean, why_not in ((True, 0.0, "the mean of matrices is 0"), (False, 1.0, "gains start at 1")):
+            for module in dict.fromkeys(each.module for each in parameters if each.role.is_matrix is matrix):
+                starts = [settings[each.name] for each in parameters if each.module == module]
+                std = max(each.init_std for each in starts)
+                other = mean + max((each.init_mean - mean for each in starts), key=abs)
+                random = f" with std {std:g}" if std and not matrix else ""
+                if other != mean or random:
+                    self.unread.append(f"initial values of {module}, {other:g}{random}: in leaven, {why_not}")
         decayed = any(settings[each.name].weight_decay for each in parameters if not each.role.is_matrix)
         self.set("hyperparameters.decay_norm_and_bias", decayed, why)
         for quantity in ("lr", "weight_decay", "beta1", "beta2", "eps", *(() if named else ("init_std",))):

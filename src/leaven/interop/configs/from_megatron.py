@@ -44,6 +44,10 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     _schedule(given, shape.seq_len)
     _layout(given, ranks)
     _list_ignored(given)
+    if "leaven_table" in text:
+        draft.unread.append(
+            "the values of single parameters that leaven_table.py sets; the recipe has those of the flags"
+        )
     return draft.finish(name, shape)
 
 

@@ -8,10 +8,11 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from leaven.errors import InputError
@@ -71,25 +72,56 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
     """Return the settings that leaven reads, by name such as ``optimizer.lr``.
 
     All other keys are added to ``draft.unread``, except those that have no meaning in a recipe. ``saved``: whether
-    torchtitan saved the document. Raise InputError if the old and the new name of a key have different values.
+    torchtitan saved the document. Raise InputError if the old and the new name of a key have different values, or if
+    clipping makes all gradients 0.
     """
     given = Settings(draft, draft.origin, TABLE["keys"], default="torchtitan's default of {}")
-    for section, values in document.items():
-        for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
-            stated = section if key is None else f"{section}.{key}"
-            name = TABLE["aliases"].get(stated, stated)
-            if value in (None, [], "") or (saved and name == "optimizer.param_groups"):
-                continue
-            if name in TABLE["keys"]:
-                # without clipping, the limit is infinite in torchtitan and 0 in leaven
-                number = 0.0 if name == "training.max_norm" and value == math.inf else value
-                if name in given and given.given[name] != number:
-                    other = next(old for old, new in TABLE["aliases"].items() if new == name)
-                    raise InputError(f"{draft.origin}: {name} and {other} have different values; remove one")
-                given.given[name] = number
-            elif not any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in chain(*TABLE["ignored"].values())):
-                draft.unread.append(stated)
+    for stated, value in _leaves(document):
+        name = TABLE["aliases"].get(stated, stated)
+        if value in (None, [], "") or (saved and name.startswith("optimizer.param_groups")):
+            continue
+        if name in TABLE["keys"]:
+            if name == "training.max_norm" and value == 0:
+                raise InputError(
+                    f"{draft.origin}: {name} 0 makes all gradients 0 in torchtitan; without clipping, it is inf"
+                )
+            # without clipping, the limit is infinite in torchtitan and 0 in leaven
+            number = 0.0 if name == "training.max_norm" and value == math.inf else value
+            if name in given and given.given[name] != number:
+                other = next(old for old, new in TABLE["aliases"].items() if new == name)
+                raise InputError(f"{draft.origin}: {name} and {other} have different values; remove one")
+            given.given[name] = number
+        elif not _changes_nothing(name, value, TABLE["usual"]):
+            draft.unread.append(stated)
+    if given["optimizer.early_step_in_backward"]:
+        draft.set("hyperparameters.grad_clip", 0.0, "optimizer.early_step_in_backward steps before torchtitan clips")
+        draft.unread.append("optimizer.early_step_in_backward: torchtitan then takes a step after each micro-batch")
     return given
+
+
+def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of all values that are not objects.
+
+    The objects in a list, such as the blocks of a model, have the same keys, without a number.
+    """
+    found: list[tuple[str, Any]] = list(document.items())
+    for key, value in found:  # which grows
+        if isinstance(value, dict):
+            found += [(f"{key}.{part}", each) for part, each in value.items()]
+        elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+            found += [(key, each) for each in value]
+        else:
+            yield key, value
+
+
+def _changes_nothing(name: str, value: Any, usual: Mapping[str, Sequence[Any]]) -> bool:
+    """Return whether no value of a recipe follows from a key, or all that follow are read elsewhere.
+
+    ``usual`` has patterns of keys, and the values with which such a key changes nothing.
+    """
+    if any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in chain(*TABLE["ignored"].values())):
+        return True
+    return value in next((values for pattern, values in usual.items() if fnmatchcase(name, pattern)), (None, [], ""))
 
 
 def _flavor(given: Settings) -> None:
@@ -155,13 +187,20 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> Non
             draft.set(f"model.{key}", value, "model_spec")
         given.put("model.seq_len", given["training.seq_len"], "training.seq_len")
         draft.set("data.documents", "isolated", "torchtitan's language models do not attend across documents")
-        scaling = blocks[0]["attention"]["rope"]["scaling"]
-        if scaling != "none":
-            draft.unread.append(f"rope.scaling {scaling}: leaven supports only plain rotary positions")
-        _parameters(draft, draft.shape(), model, document["optimizer"]["param_groups"])
+        groups = document["optimizer"]["param_groups"]
+        _parameters(draft, draft.shape(), model, groups)
+        usual = {
+            **TABLE["usual"],
+            "model_spec.*.eps": [shape["norm_eps"]],
+            "*.attention.head_dim": [None, shape["d_head"]],
+            "*.inner_attention.window_size": [[(shape["window"] or 0) - 1, 0]],
+        }
+        leaves = _leaves({"model_spec": spec, "param_groups": groups})
+        lines = {f"{key} {str(value)[:60]}": (key, value) for key, value in leaves}
+        draft.unread += [line for line, leaf in lines.items() if not _changes_nothing(*leaf, usual)]
     except InputError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, re.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, re.error) as error:
         raise InputError(
             f"{draft.origin}: not a file of torchtitan 0.3 ({type(error).__name__}: {error}); {SAVE}"
         ) from None
@@ -175,6 +214,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> Non
 
 def _block_shape(block: Mapping[str, Any]) -> dict[str, Any]:
     attention = block["attention"]
+    left = attention["inner_attention"].get("window_size", [-1])[0]
     return {
         "n_heads": attention["n_heads"],
         "n_kv_heads": attention["n_kv_heads"] or attention["n_heads"],
@@ -182,12 +222,17 @@ def _block_shape(block: Mapping[str, Any]) -> dict[str, Any]:
         "d_ff": block["feed_forward"]["w1"]["out_features"],
         "rope_theta": float(attention["rope"]["theta"]),
         "qk_norm": attention["qk_norm"] is not None,
+        "window": None if left < 0 else left + 1,  # in leaven, the window includes the token itself
     }
 
 
 def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """Set the hyperparameters from the initial values of a saved model and from its parameter groups."""
-    names = {group["optimizer_name"] for group in groups}
+    # torch's Adam with decoupled decay is its AdamW
+    names = {
+        "AdamW" if group["optimizer_kwargs"].get("decoupled_weight_decay") else group["optimizer_name"]
+        for group in groups
+    }
     kinds = TABLE["keys"]["optimizer.name"]["values"]
     if len(names) != 1 or not names <= kinds.keys():
         raise InputError(f"{draft.origin}: optimizer_name {', '.join(sorted(names))}: give one, AdamW or Adam")
@@ -238,15 +283,30 @@ def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
 
     An example of ``text`` is ``partial(<function normal_>, std=1)``. Raise InputError if the function is unknown.
     """
-    kind = next((each for each in ("normal_", "ones_", "zeros_", "constant_") if f"function {each}" in text), None)
-    if "function trunc_normal_" in text:
-        kind = "normal_"  # a cut at 50 stds changes nothing, a cut at 3 stds lowers the std by 1.3%
+    kinds = ("normal_", "trunc_normal_", "ones_", "zeros_", "constant_")
+    kind = next((each for each in kinds if f"function {each}" in text), None)
     stated = {key: float(value) for key, value in re.findall(r"(\w+)=([\d.e+-]+)", text)}
     if kind is None:
         raise InputError(f"{draft.origin}: param_init of {name} is {text}, which leaven cannot read")
-    if kind == "normal_":
-        return stated.get("mean", 0.0), stated.get("std", 1.0)
+    mean, std = stated.get("mean", 0.0), stated.get("std", 1.0)
+    if kind == "trunc_normal_":
+        cut = _truncated(mean, std, stated.get("a", -2.0), stated.get("b", 2.0))
+        if max(abs(cut[0] - mean), abs(cut[1] - std)) > 0.02 * std:  # a cut at 3 stds lowers the std by 1.3%
+            place = re.sub(r"layers\.\d+\.", "", name)
+            line = f"the cut in the initial values of {place}: leaven draws normal values with the same mean and std"
+            draft.unread += [line] * (line not in draft.unread)
+            return cut
+    if kind in {"normal_", "trunc_normal_"}:
+        return mean, std
     return {"ones_": 1.0, "zeros_": 0.0}.get(kind, stated.get("val", 0.0)), 0.0
+
+
+def _truncated(mean: float, std: float, low: float, high: float) -> tuple[float, float]:
+    """Return the mean and std of normal values that are drawn again until they are between ``low`` and ``high``."""
+    unit, a, b = NormalDist(), (low - mean) / std, (high - mean) / std
+    inside = unit.cdf(b) - unit.cdf(a)
+    shift = (unit.pdf(a) - unit.pdf(b)) / inside
+    return mean + std * shift, std * math.sqrt(1 + (a * unit.pdf(a) - b * unit.pdf(b)) / inside - shift**2)
 
 
 def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:

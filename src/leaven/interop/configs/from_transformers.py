@@ -56,8 +56,12 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     if shape.experts and shape.experts.balanced_by_loss:
         _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
     _training(draft, model, arguments_path, ranks)
-    if (config_path.parent / "parameters.json").exists():
-        draft.unread.append(f"parameters.json, settings of single parameters: leaven reads {ARGUMENTS} instead")
+    has = f"leaven reads {ARGUMENTS if arguments_path else CONFIG} instead"
+    for file, values in (
+        ("parameters.json", "settings of single parameters and any schedule"),
+        ("automodel.yaml", "all settings of the training"),
+    ):
+        draft.unread += [f"{file}: {values}; {has}"] * (config_path.parent / file).exists()
     return draft.finish(name, shape)
 
 
@@ -141,6 +145,8 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
             document[key] = 0  # no clipping
         elif TABLE["fields"].get(key, {}).get("kind") in {"count", "number"} and TABLE["fields"][key].get("default"):
             raise InputError(f"{draft.origin}: {key} is null; write a number, or remove it for transformers' default")
+    if "activation_checkpointing" in document:  # the new name, in transformers 5, of gradient_checkpointing
+        document["gradient_checkpointing"] = document.pop("activation_checkpointing")
     if isinstance(path := document.get("accelerator_config"), str):  # of a JSON file, which may be elsewhere
         draft.unread.append(f"accelerator_config {path}: this file may change the batch size")
         del document["accelerator_config"]
