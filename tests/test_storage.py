@@ -306,7 +306,7 @@ def test_a_disk_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     lock = tmp_path / "lock"
     with pytest.warns(UserWarning, match="flock not supported"), storage.lock(lock):
         pass
-    line = pytest.raises(InputError, match="remove it if no process uses this folder")
+    line = pytest.raises(InputError, match="remove the file if no process uses this folder")
     lock.touch()  # copied from a disk with flock, or held by a machine that has flock
     with pytest.warns(UserWarning, match="flock"), line, storage.lock(lock):
         pass

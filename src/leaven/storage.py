@@ -1,8 +1,8 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
-If the new content of a file cannot be written, the old file stays. Links to files are never written
-through, as somebody else may have made them. Functions for a path that a user has typed raise
-InputError.
+If the new content of a file cannot be written, the old file stays. Except in /dev and /proc, the target of a link
+to a file is never changed, because somebody else may have made the link. Functions for a path that a user has typed
+raise InputError.
 """
 
 import errno
@@ -86,7 +86,7 @@ def read(path: Path | str, most: float = LARGEST) -> bytes:
 def require_target(path: Path, advice: str) -> None:
     """Raise InputError if ``path`` or a folder above it is a symbolic link whose target is missing.
 
-    The message ends with ``advice``. A path that cannot be read, for example without permission, raises nothing.
+    The message ends with ``advice``. If the path cannot be read, no error is raised.
     """
     for each in () if os.path.exists(path) else (path, *path.parents):
         if os.path.islink(each) and not os.path.exists(each):
@@ -271,7 +271,7 @@ def may_pass(error: str) -> bool:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if a folder may not be written or created (see also :func:`require_folder_name`)."""
+    """Raise InputError if the user has no permission to write or create a folder, or if its name cannot be used."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -533,7 +533,10 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
             with suppress(FileNotFoundError):  # released just now
                 empty = path.stat().st_size == 0
             if isinstance(held, SoftFileLock) and (seconds >= 0 or empty):
-                advice = f"{path} is locked, on a disk without flock; remove it if no process uses this folder"
+                advice = (
+                    f"{path}: this lock file may be left over, because its disk has no flock; remove the file if no "
+                    "process uses this folder"
+                )
                 raise (InputError if empty or not seconds else TimeoutError)(advice) from None
             if seconds >= 0:
                 raise

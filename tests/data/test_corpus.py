@@ -550,13 +550,14 @@ def test_a_folder_or_pipe_with_the_name_of_a_file_is_named(tmp_path: Path) -> No
     def notes(pattern: str) -> tuple[str, ...]:
         return source_parts(DataSource(source=f"{tmp_path}/{pattern}")).notes
 
-    end = "and the pattern does not read them; to read the files in a folder, give a pattern such as"
-    end += f" '{tmp_path}/y.jsonl/*.*'"
+    end = f"to read the files in a folder, give a pattern such as '{tmp_path}/y.jsonl/*.*'"
     line = f"data.source '{tmp_path}/*.jsonl':"
-    assert notes("*.jsonl") == (f"{line} {tmp_path}/y.jsonl is not a file, {end}",)
+    assert notes("*.jsonl") == (f"{line} {tmp_path}/y.jsonl is not a file, so it is not read; {end}",)
     assert notes("**/*.jsonl") == ()  # the files in the folder are read
     os.mkfifo(tmp_path / "z.jsonl")
-    assert notes("*.jsonl") == (f"{line} 2 paths, such as {tmp_path}/y.jsonl, are not files, {end}",)
+    assert notes("*.jsonl") == (
+        f"{line} 2 paths, such as {tmp_path}/y.jsonl, are not files, so they are not read; {end}",
+    )
     assert f"{tmp_path}/z.jsonl is not a file" in notes("**/*.jsonl")[0]
     data = Data(source=f"{tmp_path}/*.jsonl", tokens=1_024)
     assert prepare(data, 300, tmp_path / ".cache").notes == notes("*.jsonl")

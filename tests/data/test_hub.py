@@ -178,7 +178,7 @@ def test_an_arrow_file_with_zeros_at_its_end_is_refused(tmp_path: Path) -> None:
     for file in files[:2]:
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2].ljust(len(whole), b"\0"))
-        with refused(f"{file} has ", " bytes after the end of its Arrow stream", "copy or write it again"):
+        with refused(f"{file} has ", " bytes after the end of its Arrow stream", "copy or write the file again"):
             opened(f"hf://{file.parent}")
 
 

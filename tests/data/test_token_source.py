@@ -108,7 +108,7 @@ def test_an_end_of_text_token_within_a_document_is_not_its_end(tmp_path: Path, p
     bare[0][1] = END
     found = prepare(megatron(tmp_path / "a.bin", bare), end_of_text=END)
     assert [*found.train[:], *found.validation[:]] == flat([[*text, END] for text in bare])
-    assert any(f"{len(bare)} documents have 1 end-of-text tokens; 3 is added" in note for note in found.notes)
+    assert any(f"{len(bare)} documents have 1 end-of-text tokens; id 3 is added" in note for note in found.notes)
     most = [[*text, END] for text in documents()]
     del most[5][-1], most[9][-1]
     found = prepare(megatron(tmp_path / "b.bin", most), end_of_text=END)
@@ -433,7 +433,7 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
         ("not a whole number of uint16 ids",),
     ),
     "32 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<u4"), ('dtype = "uint32"',)),
-    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("a.bin is not of uint16", 'dtype = "int64"')),
+    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("does not contain uint16 ids", 'dtype = "int64"')),
     "empty": (lambda p: nanogpt(p / "a.bin", []), ("a.bin is empty",)),
     "large id": (lambda p: nanogpt(p / "a.bin", [*TEXTS, [320]]), ("token id 320", "0 to 319", "vocab_size")),
     "negative id": (lambda p: megatron(p / "a.bin", [*TEXTS, [-1]], code=4), ("token id -1",)),
@@ -506,7 +506,7 @@ def test_rows_with_padding_or_nulls_are_refused(tmp_path: Path, prepare: Any) ->
 
     padded = {"input_ids": [[5, 6, 0, 0], [7, 8, 9, 9]], "attention_mask": [[1, 1, 0, 0], [1, 1, 1, 1]]}
     datasets.Dataset.from_dict(padded).save_to_disk(tmp_path / "padded")
-    with refused("has a column attention_mask that is not all 1", "padding=False"):
+    with refused("has a column attention_mask with values other than 1", "padding=False"):
         prepare(f"hf://{tmp_path}/padded")
     datasets.Dataset.from_dict({"input_ids": [[5, None]]}).save_to_disk(tmp_path / "nulls")
     with refused("has nulls among its token ids"):
@@ -530,7 +530,7 @@ def test_masks_of_another_kind(name: str, tmp_path: Path, prepare: Any) -> None:
     ids = [[5, 6]] * 20
     masks = [mask] * 20 if mask is not None else [[1, 1], None] * 10
     datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": masks}).save_to_disk(tmp_path / "bad")
-    with refused("bad:train has a column attention_mask that is not all 1", "or remove the column"):
+    with refused("bad:train has a column attention_mask with values other than 1", "or remove the column"):
         prepare(f"hf://{tmp_path}/bad")
     datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": [[True] * 2] * 20}).save_to_disk(tmp_path / "ok")
     assert len(prepare(f"hf://{tmp_path}/ok").train) == 38
@@ -580,7 +580,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
     ids, long = nanogpt(tmp_path / "a.bin", TEXTS), megatron(tmp_path / "b.bin", TEXTS, code=4)
     (tmp_path / "a.txt").write_text("text of a document\n" * 200)
     text = str(tmp_path / "a.txt")
-    with refused("a.bin", "dtype", "too many for uint16", 'dtype = "uint32"'):
+    with refused("a.bin", "dtype", "too large for uint16", 'dtype = "uint32"'):
         prepare(ids, vocab_size=128_256)
     with refused("b.bin has ids of int32, not of uint16; remove dtype"):
         prepare(one(long, dtype="uint16"))

@@ -196,7 +196,7 @@ def test_a_tokenizer_without_tokens_for_all_bytes_is_named(tmp_path: Path) -> No
     ):
         for _ in range(2):  # the second time, the tokens are in the cache
             found = prepare(str(tmp_path / "a.txt"), str(tokenizer), 300, tmp_path / "cache")
-            assert [note.startswith("data.tokenizer has no tokens for all bytes") for note in found.notes] == [
+            assert [note.startswith("data.tokenizer lacks tokens for some bytes") for note in found.notes] == [
                 True
             ] * named
 
@@ -352,7 +352,7 @@ def test_windows_of_a_source_that_has_too_few_are_repeated(tmp_path: Path) -> No
     assert found.count("a") == (len(tokens.sources[0].validation) - 1) // 10  # none of them is repeated
     assert tokens.uneven_validation(10, 400) is None
     said = tokens.uneven_validation(10, 20) or ""
-    assert said.startswith("the validation loss is the mean of 2 sequences, of which 50% instead of 75% are of ")
+    assert said.startswith("the validation loss is the mean of 2 sequences; 50% of them, but 75% of the training ")
     assert said.endswith("/a.jsonl; set evaluation.tokens = 40")
     assert tokens.uneven_validation(10, 40) is None
     for weights in ((60, 40), (65, 35), (5, 3, 2)):  # what the line proposes is enough

@@ -743,7 +743,7 @@ def test_other_ends_of_documents_than_those_of_the_weights_are_named(tmp_path: P
     assert [caution(eos) for eos in (3, [4, 3], None, "3", -1, 10**12)] == [None] * 6
     assert "documents end with </s>, but the model in" in (caution(4) or "")
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
-    assert "the tokenizer puts <s> before a text, and training does not" in (caution(3) or "")
+    assert "the tokenizer puts <s> before a text, but training does not" in (caution(3) or "")
     tokenizer.post_processor = processors.TemplateProcessing("</s> $A", special_tokens=[("</s>", 3)])
     assert caution(3) is None
 

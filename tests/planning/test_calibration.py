@@ -290,7 +290,7 @@ def test_a_plan_has_the_range_of_published_runs_until_it_is_calibrated() -> None
     bare = plan_recipe(recipe(), "1xH100")
     low, llm_foundry, *_ = published_range(bare.document())
     assert low.endswith("a step, judging by published runs on H100 boards")
-    assert llm_foundry == "x1.07 to x1.65 of the planned time: llm-foundry of October 2023 (70 rows)"
+    assert llm_foundry == "x1.07 to x1.65 of the planned time: llm-foundry of October 2023 (70 runs)"
     assert published_range(bare.calibrated([took(1.3)], "bf16").document()) == []
     assert "no published run on H200-SXM-141GB was" in published_range(plan_recipe(recipe(), "1xH200").document())[0]
     exact = bare.document()

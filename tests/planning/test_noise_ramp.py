@@ -75,8 +75,8 @@ def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: 
     early = noise_ramp(tiny, noise(4_096), 1.0)
     assert (early.set, len(early.stages)) == ([], 1)
     assert early.why == (
-        "none: a batch of 256 tokens is within 1 x the measured noise scale from 100 tokens on, where the "
-        "measurements that count begin"
+        "none: the full batch of 256 tokens is at most 1 x the measured noise scale already at the first measurement "
+        "that is used, at 100 tokens"
     )
     large = noise_ramp(tiny, noise(200), 1.0)
     assert large.set == []
@@ -87,8 +87,8 @@ def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: 
 def test_a_recipe_that_ends_before_the_first_fitted_measurement_is_refused(tiny: Recipe) -> None:
     fit = fit_noise([(256 * n, 600.0) for n in range(1, 80)])
     assert fit.from_tokens == 2_816
-    assert noise_ramp(tiny.replace({"data.tokens": 2_816}), fit, 1.0).why.startswith("none: a batch of 256 tokens")
-    why = r"it ends at 2.56 k tokens, and the measurements that count begin at 2.82 k \(the first 10 do not\)"
+    assert noise_ramp(tiny.replace({"data.tokens": 2_816}), fit, 1.0).why.startswith("none: the full batch of 256")
+    why = r"ends at 2.56 k tokens, but the noise scale is known only from 2.82 k tokens on \(the first 10 meas"
     for multiple in (0.1, 1.0):
         with pytest.raises(InputError, match=why):
             noise_ramp(tiny.replace({"data.tokens": 2_560}), fit, multiple)

@@ -96,7 +96,7 @@ def test_gains_and_biases_are_decayed_if_requested_with_multipliers_by_module(ti
         ("biases", "weight_decay", "biases is not decayed"),
         ("norm.query", "init_std", "norm.query has no init_std"),
         ("biases", "init_std", "biases has no init_std"),
-        ("embedding", "residual", "embedding has no residual multiplier; only the last matrices of branches have"),
+        ("embedding", "residual", "embedding has no residual multiplier; only the last matrix of a residual branch"),
     ],
 )
 def test_a_multiplier_without_effect_is_refused(tiny: Recipe, module: str, quantity: str, says: str) -> None:

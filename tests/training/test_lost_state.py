@@ -420,8 +420,8 @@ def test_a_call_in_python_warns_of_what_is_lost_and_of_nothing_else(
     with pytest.warns(UserWarning, match="is not as the run wrote it") as seen:
         train(recipe, tokens, run.path)
     changed, missing = (str(each.message) for each in seen)
-    assert changed.startswith(f"{run.path}: metrics.jsonl is not as the run wrote it: 23 lines instead of 24 ")
-    assert changed.endswith("(found at 0 tokens); the run continues")
+    assert changed.startswith(f"{run.path}: metrics.jsonl is not as the run wrote it: 23 lines instead of 24 (found ")
+    assert changed.endswith(" tokens); the run continues")
     assert missing == f"{run.path}: checkpoint {newest.name} is missing; the steps up to it are trained again"
     assert {each.filename for each in seen} == {__file__}
     with warnings.catch_warnings(action="error"):
@@ -447,7 +447,8 @@ def test_a_call_in_python_warns_of_text_that_is_skipped(tiny: Recipe, tmp_path: 
 
 def test_a_run_goes_on_with_its_own_tokenizer(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     """The cache is gone, and another version of tokenizers would train another one."""
-    with pytest.raises(InputError, match=r'if only the tokenizer has, write tokenizer = ".*json" in both recipes'):
+    advice = r'if only the tokenizer has changed, write tokenizer = ".*json" both in your recipe and in .*recipe.toml'
+    with pytest.raises(InputError, match=advice):
         train(recipe, replace(tokens, fingerprint="other"), run.path)
     own = recipe.replace({"data.tokenizer": str(run.tokenizer_file)})
     write_recipe(own, run.recipe_file)

@@ -233,7 +233,7 @@ def test_skip_leaves_the_garbage_out_step_by_step(tmp_path: Path, calm: float) -
 
 @pytest.mark.long
 def test_on_spike_stop_ends_the_run_with_a_report(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match=r"loss .* deviations above its median, loss 1.* within 3 steps"):
+    with pytest.raises(Diverged, match=r"loss .* standard deviations above its median, loss 1.* within 3 steps"):
         train(recipe(stability__on_spike="stop"), SHARD, tmp_path / "run")
     assert RunFolder(tmp_path / "run").events()[-1]["numbers"]["loss"]["sum"] >= 24
 

@@ -233,7 +233,7 @@ def test_a_command_that_fails_elsewhere_is_run_twice_and_then_left_out(write: Wr
     assert [trial.state for trial in document().trials] == ["complete", "failed"]
     assert "trial 1 ended with exit code 7; the last lines of its output" in printed
     assert "iter 1: val loss 3 | too large" in printed
-    assert "1 of 2 trials, which gave no result at any attempt" in " ".join(printed.split())
+    assert "1 of 2 trials: no attempt gave a result" in " ".join(printed.split())
     assert len(list(Path("study/trials").iterdir())) == 3  # each attempt has a folder
 
 
@@ -244,7 +244,7 @@ def test_the_output_of_a_trial_is_not_written_through_a_link(write: Write) -> No
     tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)
     Path("thesis").write_text("line one of my thesis")
     printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01, code=2)
-    assert "output.log was replaced while its command ran" in printed
+    assert "output.log was replaced while the trial's command ran" in printed
     assert "output.log: this is a link to" in tune(file, "--study", "study", "--trials", 2, "--noise", 0.01, code=2)
     assert Path("thesis").read_text() == "line one of my thesis"
 
@@ -337,7 +337,7 @@ def test_a_disk_that_is_away_when_a_command_ends_is_waited_for(
         assert "trial 0 has ended, but" in run.notes[0]
         monkeypatch.setattr(command_study, "AWAY_SECONDS", 0.0)
         monkeypatch.setattr(run, "note", lambda note: None)
-        with pytest.raises(StoreGone, match=r"cannot be read \(No such file.*\); run the same command"):
+        with pytest.raises(StoreGone, match=r"cannot be read \(No such file.*\); mount its disk, then run"):
             run(Proposal({"lr": 0.0}, 1))
 
 
@@ -348,7 +348,7 @@ def test_losses_of_another_study_in_the_place_of_the_folder_are_not_used(write: 
     file = write(f"{log}; mv trials away; cp -r away trials; : {{lr}} {{seed}}", loss or PATTERN, ONE)
     with (
         trainer(file, works=True) as run,
-        pytest.raises(InputError, match="output.log was replaced while its command"),
+        pytest.raises(InputError, match="output.log was replaced while the trial's command"),
     ):
         run(Proposal({"lr": 0.0}, 0))
 
@@ -364,7 +364,7 @@ def test_a_command_whose_results_folder_is_another_study_now_ends(write: Write) 
     replace = f"test -e away || {{ mv study away; {sys.executable} -m {begin}; }}"
     file = write(f"echo iter 1: val loss 3; {replace}; : {{lr}} {{seed}}", PATTERN, ONE)
     options = ("--study", f"sqlite:///{store.absolute()}", "--trials", 2, "--noise", 0.01)
-    assert "output.log was replaced while its command ran" in tune(file, *options, "--out", "study", code=2)
+    assert "output.log was replaced while the trial's command ran" in tune(file, *options, "--out", "study", code=2)
     assert [trial.loss for trial in document().trials] == [9.0]
     tune(file, *options, "--out", "away")
     assert [trial.loss for trial in document("away").trials] == [3.0, 3.0]

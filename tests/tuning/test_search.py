@@ -383,7 +383,7 @@ def test_a_start_that_diverges_is_left() -> None:
     [
         ({"method": "trust-regoin"}, "method trust-regoin: unknown; did you mean trust-region?"),
         ({"objective": 3}, "objective = 3: input should be callable"),
-        ({"space": {"a": (1, -1)}}, "space.a = (1, -1): give the lowest and the highest log2 multiplier, within"),
+        ({"space": {"a": (1, -1)}}, "space.a = (1, -1): give the lowest and the highest log2 multiplier, between"),
         ({"space": {"a": range(1)}}, "space.a = range(0, 1): give range(n) with at least 2 levels"),
         ({"space": {str(i): (-1, 1) for i in range(9)}, "method": "grid"}, "a grid over 9 hyperparameters has"),
         ({"start": {"a": 4}}, "start.a = 4.0: give a number from -3 to 3"),

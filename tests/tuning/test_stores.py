@@ -287,7 +287,7 @@ def test_the_lock_of_another_machine_on_a_disk_without_flock_is_waited_for(
     lock.write_text("12741\nnode17\n4592\n")
     store.create_new_trial(study)
     lock.touch()
-    with pytest.raises(InputError, match="remove it if no process uses"):
+    with pytest.raises(InputError, match="remove the file if no process uses"):
         store.create_new_trial(study)
 
 

@@ -105,7 +105,7 @@ def test_noise_that_hides_the_limit_is_undecided_and_so_is_a_short_single_curve(
     assert short.rows[0].parts["deviation, low"] is None
     long = check([curve(1.5)], [curve(1.0)])
     assert long.passed
-    assert long.rows[0].note == "the interval contains the noise within a run, but not between seeds"
+    assert long.rows[0].note == "the interval has only the noise within a run, not the noise between seeds"
 
 
 def test_curves_may_have_uneven_points_and_other_units_of_time() -> None:

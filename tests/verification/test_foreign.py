@@ -232,7 +232,7 @@ def test_invalid_arguments_are_refused(here: Path, leaven: Verb, arguments: Sequ
     ("name", "options", "message"),
     [
         ("factori", {}, "has no factori"),
-        ("nothing", {}, r"return \(model, groups or optimizer\)"),
+        ("nothing", {}, r"must return \(model, optimizer\)"),
         ("missing_group", {}, "0.weight is in no group of the optimizer"),
         ("no_embedding", {}, "no torch.nn.Embedding"),
         ("factory", {}, "vocabulary of 64 is too small for text, which needs 257.*made-up"),

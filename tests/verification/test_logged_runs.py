@@ -114,12 +114,12 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "no value": (without("lr"), "has no column lr; its columns are width, seed, loss; name the swept hyperp"),
     "no size": (
         without("width"),
-        "has no column width or depth or batch or tokens; its columns are lr, seed, loss; add the size",
+        "has no column width or depth or batch or tokens; its columns are lr, seed, loss; add a column",
     ),
     "one size": (lambda runs: [run for run in runs if run["width"] == 64], "one size only, width 64;"),
     "two values": (lambda runs: [run for run in runs if float(run["lr"]) > 0.02], "width 64 has 2 values of lr"),
     "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
-    "empty": (changed(loss=""), "row 1 has no loss; write nan if the run diverged, or else its loss; if it has"),
+    "empty": (changed(loss=""), "row 1 has no loss; write nan if the run diverged, or its loss if it finished; "),
     "lr 0": (changed(lr=0), "row 1: lr is 0; give a number from 1e-100 to 1e+100"),
     "a huge width": (
         changed(width="1" + "0" * 20),
@@ -391,7 +391,7 @@ def test_points_of_loss_curves_are_no_seeds(tmp_path: Path) -> None:
     curves = without("seed")(logged(range(100, 1100, 100)))
     message = (
         "row 1 and .*row 2 both have width 64, lr 0.00195312, but step 100 and 200, so they may be points of one "
-        "run; keep only the last row of each run; if they are runs, add the column seed or name"
+        "run; keep only the last row of each run; if each row is a run, add the column seed or name"
     )
     for change in (
         lambda run: run,
@@ -658,7 +658,7 @@ def test_names_that_cannot_be_read_and_differ_are_refused(tmp_path: Path) -> Non
 
 def test_numbers_that_occur_twice_are_refused(tmp_path: Path) -> None:
     for name, wrong in (
-        ("width64-muon-lr0.02-adam-lr0.003", "lr is 0.02 and 0.003; rename all but one, e.g. with _ for - before lr"),
+        ("width64-muon-lr0.02-adam-lr0.003", "lr is 0.02 and 0.003; rename all but one, e.g. replace the -"),
         ("width64/lr1/head-width16", "width is 64 and 16; rename"),
     ):
         with pytest.raises(InputError, match=wrong):
@@ -698,7 +698,7 @@ def test_a_run_of_leaven_whose_lines_were_changed_is_refused(tmp_path: Path, cha
 )
 def test_two_runs_in_one_curve_are_refused(steps: tuple[int, ...], row: str, tmp_path: Path) -> None:
     file = write(tmp_path / "runs.csv", [{"step": step, "loss": 3.0} for step in steps])
-    with pytest.raises(InputError, match=f"{row}, so these may be two runs; write each run into a file of its own"):
+    with pytest.raises(InputError, match=f"{row}, so these may be two runs; write each run into its own file"):
         curves_of(file)
 
 
@@ -759,9 +759,7 @@ def test_sizes_are_in_the_order_of_their_units(tmp_path: Path) -> None:
         write(tmp_path / f"{size}.csv", curve(run))
     assert list(curves_of(tmp_path)) == ["900K", "500m", "0.6b", "0.7b", "1b", "1.5B", "2btok", "3e9"]
     write(tmp_path / "large.csv", [{"step": 1, "loss": 3.0}])
-    with pytest.raises(
-        InputError, match="the name large must have one number, which is the size; rename it, e.g. 50m"
-    ):
+    with pytest.raises(InputError, match="the name large must have one number, the size; rename it, e.g. to 50m"):
         curves_of(tmp_path)
 
 
@@ -1244,7 +1242,7 @@ def test_the_loss_may_have_another_name(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path / "a.csv", loss="val")
     own_run(tmp_path / "own")
     for check in (transfer_of_runs, curves_of):
-        with pytest.raises(InputError, match="which have one loss; remove --loss val"):
+        with pytest.raises(InputError, match="which have only one loss; remove --loss val"):
             check(tmp_path / "own", loss="val")
 
 

@@ -238,7 +238,7 @@ def test_finished_runs_wait_for_room_on_the_disk(
         store.run(trials)
     assert len((tmp_path / runs.LINES).read_text().splitlines()) == 3
     (note,) = notes
-    assert note.startswith(f"caution: {tmp_path / runs.LINES}: {os.strerror(error)}; finished runs wait")
+    assert note.startswith(f"caution: {tmp_path / runs.LINES}: {os.strerror(error)}; finished runs stay")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the name of a file in /proc")

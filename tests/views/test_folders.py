@@ -70,7 +70,7 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
     lines = [
         {"event": "validation", "tokens": 20_000, "loss": 3.5},
         {"event": "validation", "tokens": 40_000, "loss": 7.0},
-        {"event": "rollback", "why": "loss 9.1 deviations above its median", **back},
+        {"event": "rollback", "why": "loss 9.1 standard deviations above its median", **back},
         {"event": "validation", "tokens": 60_000, "loss": 3.2},
         {"event": "rewind", **back | {"to_tokens": 10_000}},
     ]
@@ -79,7 +79,7 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(run).validation == []
     page = folder_page(run)
-    assert "loss 9.1 deviations above its median: rolled back to 30 k tokens, skipping 4 k tokens" in page
+    assert "loss 9.1 standard deviations above its median: rolled back to 30 k tokens, skipping 4 k tokens" in page
     assert "1 times by itself and 1 times by --rewind-to" in page
 
 

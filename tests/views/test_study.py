@@ -43,7 +43,7 @@ def test_an_answer_that_is_the_start_claims_no_gain(study):
     text = words(
         study_page(replace(study, coordinates=at_start, gain=0.0, octaves=dict.fromkeys(study.octaves, 0.0)))
     )
-    assert "the start itself: nothing was found that is known to be better" in text
+    assert "the start itself: no point is known to be better" in text
     assert "No point was found that is better than the start, so no value has gained anything" in text
     assert "What mattered" not in text
 

@@ -66,10 +66,10 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 is a distance of 1 in size, and of 1/8 in tokens. Only runs whose size is within ``factor`` of
-    the model's are returned, sorted by fit to ``kind``, then by fit to ``stack``, then by distance. If there are
-    none, all runs are returned, sorted by distance. At the end, the first run of each lineage moves to the front.
-    Raise InputError for invalid arguments, or if no run has an lr that can be compared.
+    A factor of 2 in size is a distance of 1, and a factor of 2 in tokens is a distance of 1/8. Only runs whose size
+    is within ``factor`` of the model's are returned, sorted by fit to ``kind``, then by fit to ``stack``, then by
+    distance. If there are none, all runs are returned, sorted by distance. At the end, the first run of each lineage
+    moves to the front. Raise InputError for invalid arguments, or if no run has an lr that can be compared.
 
     Args:
         limit: the largest number of runs to return.
@@ -142,9 +142,10 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the votes ``by`` and their middle, exp(median of the logarithms).
+    """Return the values ``by`` and exp(median of their logarithms). ``by`` maps each run or law to its value.
 
-    With ``weights``, the median is weighted. It is then interpolated linearly between the two middle logarithms.
+    With ``weights``, this is a weighted median, interpolated linearly between the two logarithms around half of the
+    total weight.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)
@@ -162,7 +163,7 @@ def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The neighbours of a model: the most similar run of each lineage."""
+    """The neighbours of a model: the most similar run of each lineage (runs that copied one another's lr)."""
 
     params: int  # size of the model: the parameters that a token uses
     ranked: tuple[PublishedRun, ...]  # one run of each lineage; runs within `FACTOR` in size first
@@ -206,19 +207,19 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return ``by`` (values by run id) as votes. Their ``value`` is the weighted median, in logarithms."""
+        """Return the values ``by`` (by run id) and exp(median of their logarithms), weighted by :meth:`weights`."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the neighbours' values at a path with the most frequent of them, or None if no value is known."""
+        """Return the neighbours' values at ``path`` and the most frequent value, or None if no value is known."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        The weight is 1 for a run of the model's size, and falls to nearly 0 at a size ratio of `FACTOR`. If fewer
-        than `NEAREST` runs are within `FACTOR`, it reaches nearly 0 at a larger ratio: `EDGE` times that of the
-        farthest run. If no run is within `FACTOR`, or if there is a reference run, all weights are 1.
+        The weight falls from 1 at the model's size to nearly 0 at the size ratio `FACTOR`. If fewer than `NEAREST`
+        runs are within `FACTOR`, the weight reaches nearly 0 at `EDGE` times the size ratio of the farthest run. If
+        no run is within `FACTOR`, or if there is a reference run, all weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -243,7 +244,7 @@ def mixtures(params: int, alike: tuple[int, int] | None = None, reference: Publi
         params: the number of parameters that a token uses.
         alike: (experts in a layer, experts per token). If given, a run's ratio of these two numbers, and its experts
             per token, must be within the factor `ALIKE`.
-        reference: the run of ``--from``. It alone decides the values that it publishes.
+        reference: the run given with ``--from``. Other runs count only for values that it does not publish.
     """
 
     def fits(run: PublishedRun) -> bool:

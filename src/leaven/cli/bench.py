@@ -79,7 +79,7 @@ def bench(
         if (why := changed_since(run, finish_of(run.read_events())).get(run.metrics_file.name)) is not None:
             raise InputError(f"{run.metrics_file} is not as the run wrote it: {why}; restore it")
         if skipped := read.skipped(run.metrics_file):
-            warn([f"{skipped}; if there is a whole copy of the file, bring it back"])
+            warn([f"{skipped}; if you have an undamaged copy of the file, restore it"])
         fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
         ramp = noise_ramp(loaded, fit, noise_multiple)
         following = [next_commands.launch(recipe, [*(overrides or ()), *ramp.set])] if ramp.set else []

@@ -217,8 +217,8 @@ def collapse(
     A normalised loss is (loss - irreducible loss) / (final loss - irreducible loss). The check trains the recipe at
     each size, with the same number of steps and the same number of tokens per parameter.
 
-    It can also check runs that you have trained: give LOGS, a file, a folder of files, or a folder of run folders of
-    leaven, TensorBoard or W&B (offline). A file needs a column loss, and a column tokens or step. If a file has
+    It can also check runs that you have trained. LOGS is then a file, a folder of files, or a folder of run folders
+    (of leaven, TensorBoard or offline W&B). A file needs a column loss, and a column tokens or step. If a file has
     several runs, it also needs columns for the size (width, depth or batch) and the seed. If every run has its own
     file, put the files of each size into a subfolder.
     """

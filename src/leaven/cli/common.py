@@ -163,7 +163,7 @@ def recipe_name(file: Path, default: str) -> str:
 
 
 def group() -> typer.Typer:
-    """Return the typer app of a command with subcommands. Without a subcommand, it prints its help."""
+    """Return the typer app of a new command with subcommands. Without a subcommand, the command prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 

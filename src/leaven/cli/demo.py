@@ -21,7 +21,7 @@ def demo(
     source: Annotated[
         str | None,
         option(
-            r"The text to train on, as \[data] source in a recipe: a file, a glob, hf://...",
+            "The text to train on: a file, a glob or hf://..., as for data.source in a recipe.",
             "tiny-shakespeare, which comes with leaven",
         ),
     ] = None,

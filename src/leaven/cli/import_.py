@@ -46,7 +46,7 @@ def config(
         require_new(output)
     if file.is_dir() and source != "transformers":
         what = "the script or the list of flags" if source == "megatron" else "torchtitan's TOML or JSON file"
-        raise InputError(f"{file}: this is a folder; give {what} in it")
+        raise InputError(f"{file}: this is a folder; give the path of {what}")
     name = recipe_name(output or file.resolve(), "imported")
     if source == "megatron":
         found = from_megatron.read(read_text(file), str(file), name, ranks)

@@ -181,10 +181,7 @@ def _mixture(context: typer.Context, experts: int | None, active: int | None) ->
 
 
 def _require_no_proxy(path: Path) -> None:
-    """Raise InputError if ``path``, the place of a proxy, exists although the new recipe has no proxy.
-
-    Other commands would take this file for the proxy of the new recipe.
-    """
+    """Raise InputError if ``path`` exists. Other commands would use it as a proxy, but the new recipe has none."""
     if path.exists():
         raise InputError(f"{path} exists, but the new recipe has no proxy; remove that file, or give another name")
 

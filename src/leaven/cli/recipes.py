@@ -103,15 +103,15 @@ def nearest_runs(
     kind: Annotated[
         Kind,
         option(
-            "Only runs of models of this kind. For a --like recipe with experts, moe compares all its parameters, "
-            "and dense and vlm compare only those that a token uses."
+            "Only runs of models of this kind. With moe, the size of a --like recipe is the number of all its "
+            "parameters; otherwise, it is the number of parameters that a token uses."
         ),
     ] = "dense",
     factor: Annotated[
         float,
         option(
-            "Only runs whose models are at most this many times larger or smaller. If there are none, runs of any "
-            "size."
+            "Only runs of models that are at most this many times larger or smaller than yours. If there are none, "
+            "runs of any size."
         ),
     ] = 4.0,
     limit: Annotated[int, option("How many runs to list.", min=1)] = 5,

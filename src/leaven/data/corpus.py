@@ -64,7 +64,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts and hashes of the documents in a part of a source. Blank documents are left out."""
+    """Counts and hashes of the documents in one file or split of a source. Blank documents are left out."""
 
     documents: int
     bytes: int  # bytes of UTF-8 text
@@ -251,8 +251,10 @@ def _digest(parts: dict[str, Any]) -> str:
 
 
 def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
-    """Return the survey with the cached ``values``. Raise ValueError if that survey found the file or split unusable.
-    :func:`cached_surveys` then reads it again."""
+    """Return the survey with the cached ``values``. Raise ValueError if the part was broken at that survey.
+
+    :func:`cached_surveys` then reads the part again.
+    """
     if values["broken"]:
         raise ValueError
     return Survey(**values | {"faults": tuple(values["faults"])})

@@ -86,7 +86,7 @@ class HubTokens(_Split):
         table = self.dataset.data
         if self.column == INPUT_IDS and MASK in table.column_names and not _all_ones(table):
             raise BrokenFile(
-                f"has a column {MASK} that is not all 1, such as at padding; tokenise it again with "
+                f"has a column {MASK} with values other than 1, for example at padding; tokenise it again with "
                 "padding=False, or remove the column"
             )
         chunks = table.column(self.column).chunks
@@ -209,9 +209,9 @@ def _require_whole_streams(source: str, files: Sequence[str]) -> None:
             spare = file.size() - file.tell()
         if spare:
             raise InputError(
-                f"data.source {source!r}: {path} has {spare:,} bytes after the end of its Arrow stream, such as the "
-                "zeros of an interrupted copy; copy or write it again (if it is in the cache of the package "
-                "datasets, remove its folder)"
+                f"data.source {source!r}: {path} has {spare:,} bytes after the end of its Arrow stream, perhaps "
+                "zeros from an interrupted copy; copy or write the file again, or remove the file's folder if it is "
+                "in the cache of the package datasets"
             )
 
 
@@ -232,7 +232,8 @@ def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
     if left:
         yield (
             f"data.source {source!r}: {len(left):,} data files or links to folders are not read, such as {min(left)};"
-            " the package datasets chooses files by name and format and follows no such link; rename or convert them"
+            " the package datasets chooses files by name and format, and does not follow links to folders; rename or"
+            " convert the files, and replace the links by the folders"
         )
 
 

@@ -26,7 +26,7 @@ BYTES_A_PROCESS = 2**24
 process."""
 
 NO_SEMAPHORE = {errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS}
-"""Error numbers of creating a semaphore while /dev/shm is full, missing or not writable."""
+"""Values of errno if no semaphore can be created, because /dev/shm is full, missing or not writable."""
 
 _encoder: Encoder
 

@@ -80,7 +80,7 @@ def missing_shards(source: str, files: Iterable[Path], pattern: str = "*") -> It
 
 
 def _shards_in(folders: Iterable[Path]) -> set[str]:
-    """Return the names of all files in ``folders``, with "*" for the hash of a shard."""
+    """Return the names of all files in ``folders``, with "*" in place of the hash in a shard's name."""
     names = (name for folder in folders if folder.is_dir() for name in os.listdir(folder))
     return {_SHARD.sub(lambda m: f"{m[1]}{m[2]}-of-{m[3]}{'-*' if m[4] else ''}{m[5]}", name) for name in names}
 
@@ -173,7 +173,7 @@ def _json_row(place: str, line: bytes, text: str) -> TextRow:
         return TextRow(place, fault=f"is not JSON ({error}); write one JSON object per line")
     found = row.get(text, row) if isinstance(row, dict) else row
     if found is not None and not isinstance(found, str):
-        how = f'write {{"{text}": "..."}} on every line, or set text to its key'
+        how = f'write {{"{text}": "..."}} on every line, or name the key: source = [{{ source = ..., text = "KEY" }}]'
         return TextRow(place, fault=f'has no text under the key "{text}"; {how}')
     try:
         (found or "").encode()

@@ -71,10 +71,13 @@ class _NotRead(NamedTuple):
             yield f"data.source {source!r}: {what}; if a disk belongs there, mount it"
         if self.other:
             first, count = min(self.other), len(self.other)
-            what = f"{first} is not a file" if count == 1 else f"{count:,} paths, such as {first}, are not files"
+            what = (
+                f"{first} is not a file, so it is not read"
+                if count == 1
+                else f"{count:,} paths, such as {first}, are not files, so they are not read"
+            )
             yield (
-                f"data.source {source!r}: {what}, and the pattern does not read them; to read the files in a folder, "
-                f"give a pattern such as '{first}/*.*'"
+                f"data.source {source!r}: {what}; to read the files in a folder, give a pattern such as '{first}/*.*'"
             )
 
 
@@ -131,7 +134,7 @@ def _lines(notes: Iterable[str]) -> tuple[str, ...]:
 
 
 def uses(parts: SourceParts) -> Iterator[tuple[TextPart | TokenPart, str]]:
-    """Yield each part of a source with its use."""
+    """Yield each part of a source, and what it is used for, such as ``"for training"``."""
     for text in parts.texts:
         yield text, "for training and validation"
     for part in parts.ids:
@@ -225,7 +228,10 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
-    """Return (key, path) of each file of a source, sorted by key. Add to ``not_read`` what has nothing to read."""
+    """Return (key, path) of each file of a source, sorted by key.
+
+    Empty folders, and matching paths that are not files, are added to ``not_read``.
+    """
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":

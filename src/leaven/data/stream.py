@@ -69,7 +69,7 @@ class Mixture:
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
         """Return samples ``first`` to ``first + count - 1`` of the mixture, [count, seq_len + 1].
 
-        The numbers count only samples that the field ``skip`` does not leave out.
+        The samples in the field ``skip`` are left out and not counted.
         """
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)

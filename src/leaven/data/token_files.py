@@ -34,8 +34,8 @@ _LLM_C_HEADER = 256 * 4  # bytes
 _DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
 
 BLOCKS = 16
-"""From this many rows on, rows of equal length are taken for blocks of a longer text, not for documents. The last row
-may be shorter."""
+"""If a column has at least this many rows, all of the same length, they count as blocks of a longer text, not as
+documents. The last row may be shorter."""
 _CHECKED_IDS = 2**20  # number of ids at the start of a file that are read to check the dtype
 
 
@@ -128,7 +128,7 @@ class TokenFile:
         if size > dtype.itemsize:
             wider = {2: "uint16", 4: "uint32", 8: "int64"}[size]
             raise BrokenFile(
-                f"is not of {dtype.name}: if it is read as {dtype.name}, every second id is 0; "
+                f"does not contain {dtype.name} ids, because every second id would be 0; "
                 f'write source = [{{ source = ..., dtype = "{wider}" }}]'
             )
         return MappedTokens((ids,), None, raw=self.dtype is None)

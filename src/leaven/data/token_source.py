@@ -52,8 +52,8 @@ class TokenSurvey:
 class DocumentTokens:
     """The tokens of documents, with an end-of-text token added after each document.
 
-    The arguments describe the documents before these tokens are added: ``tokens`` has their ids, and ``ends`` has,
-    for each document, the index in ``tokens`` right after its last id.
+    The arguments do not count the added tokens: ``tokens`` has the ids of all documents, one after the other, and
+    ``ends`` has the index after the last id of each document.
     """
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
@@ -102,8 +102,8 @@ class TokenReader:
         If a source has ``validation``, its own ids are all for training. If it has none, every file is divided into
         stretches (`STRETCHES`), and the end of each stretch is for validation, in whole documents if possible.
 
-        If the ends of documents are known but fewer than half as many end-of-text tokens occur, ``end_of_text`` is
-        added after each document.
+        If the ends of documents are known and there are more than two documents for each end-of-text token,
+        ``end_of_text`` is added after each document.
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but
@@ -154,8 +154,8 @@ class TokenReader:
         raw = any(ids.raw for ids in mapped.values())
         if raw and self.vocab_size > 2**16:
             raise InputError(
-                f"data.source {name!r} does not state its dtype, and {self.vocab_size:,} tokens are too many for "
-                f'uint16; write source = [{{ source = "{name}", dtype = "uint32" }}]'
+                f"data.source {name!r} does not state its dtype, and a vocabulary of {self.vocab_size:,} tokens is "
+                f'too large for uint16; write source = [{{ source = "{name}", dtype = "uint32" }}]'
             )
         meter = Meter(self.progress, "reading", sum(part.size for part in parts))
         surveys = cached_surveys(
@@ -189,7 +189,7 @@ class TokenReader:
         some = f"{documents:,} documents have {ends:,} end-of-text tokens"
         if adds and known:
             having = some if ends else "documents have no end-of-text token"
-            notes.append(f"{name}: {having}; {end_of_text:,} is added after each")
+            notes.append(f"{name}: {having}; id {end_of_text:,} is added after each document")
         elif 0 < ends < documents:
             notes.append(f"{name}: {some} (id {end_of_text:,}); none is added, so some documents end without one")
         elif adds and self.needs_ends:

@@ -100,8 +100,8 @@ class TokenSet:
         enough = (n * seq_len for n in range(sum(numbers) + 1, MOST_WINDOWS))
         better = next((limit for limit in enough if self._even(self._wanted(seq_len, limit))), None)
         return (
-            f"the validation loss is the mean of {sum(numbers)} sequences, of which {shares[worst]:.0%} instead of "
-            f"{float(self.proportions[worst]):.0%} are of {self.names[worst]}"
+            f"the validation loss is the mean of {sum(numbers)} sequences; {shares[worst]:.0%} of them, but "
+            f"{float(self.proportions[worst]):.0%} of the training data, are from {self.names[worst]}"
         ) + (f"; set evaluation.tokens = {better:_}" if better else "")
 
     def _wanted(self, seq_len: int, limit_tokens: int) -> list[int]:
@@ -198,8 +198,8 @@ def prepare(
     skipped = [corpus.skipped for corpus in corpora if corpus.skipped]
     if texts and encoder is not None and not encoder.has_all_bytes:
         skipped.append(
-            "data.tokenizer has no tokens for all bytes: text that its vocabulary lacks becomes unknown tokens or is "
-            "left out; give a byte-level tokenizer, or one with byte_fallback, to keep all text"
+            "data.tokenizer lacks tokens for some bytes: text outside its vocabulary becomes unknown tokens or is "
+            "left out; to keep all text, give a byte-level tokenizer, or one with byte_fallback"
         )
     for name, part in found.items():
         held_out = part.validation_bytes / ((part.train_bytes + part.validation_bytes) or 1)

@@ -30,7 +30,7 @@ SCHEDULES = {
 
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]
 """Inputs, targets, and document numbers, each (sequences, seq_len). With document numbers, a token attends only to
-tokens of its document. None: it attends to all earlier tokens."""
+earlier tokens of its document. If they are None, it attends to all earlier tokens."""
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
@@ -76,8 +76,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the sum of the losses, as :meth:`forward_backward` does, but without gradients. The method
-        ``eval`` of torch's schedules would change state that training needs."""
+        """Return the sum of the losses, as :meth:`forward_backward` does, but without gradients.
+
+        This method does not call ``eval`` of torch's schedules, which would change state that training needs.
+        """
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs

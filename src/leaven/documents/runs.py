@@ -246,7 +246,7 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo. At the smallest width, both rules are equal, and ``rule`` is complete-d-p."""
+    """A training run of the demo. At the smallest width, both rules give the same run, listed as complete-d-p."""
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int

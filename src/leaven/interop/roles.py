@@ -153,7 +153,7 @@ class Classifier:
         widths = (self.model.width, self.base.width)
         sides = zip(site.shape[-2:], site.base_shape[-2:], strict=True)
         if widths not in sides and site.path[-1] not in _FROM_LATENTS:
-            self._refuse(site, f"neither fan in nor fan out is the width ({widths[0]}, {widths[1]} in the base)")
+            self._refuse(site, f"neither fan in nor fan out is the width ({widths[0]}, or {widths[1]} in the base)")
         return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:
@@ -330,7 +330,7 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Check that the branch ``name`` has exactly one last matrix, and that matrix sizes are consistent."""
+        """Check that the residual branch ``name`` ends in exactly one matrix, and that matrix sizes fit together."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:

@@ -68,7 +68,7 @@ class ParameterSite:
 
     @property
     def n_experts(self) -> int:
-        """For a parameter of experts: the number of routed experts in its block."""
+        """For a parameter of a routed expert: the number of routed experts in its block."""
         listed = isinstance(self.experts, nn.ModuleList | nn.ModuleDict)
         return len(cast(nn.ModuleList, self.experts)) if listed else self.shape[0]
 

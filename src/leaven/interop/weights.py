@@ -420,11 +420,11 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 
 
 def ends_caution(folder: Path, tokenizer: Path, end: int) -> str | None:
-    """Return a warning if documents end with another token than the model in ``folder`` knows, or lack the token that
-    the ``tokenizer`` puts before a text.
+    """Return a warning if training ends documents with another token than the model in ``folder`` does, or leaves out
+    the token that the ``tokenizer`` puts before a text.
 
-    ``end`` is the id of the token that ends documents in training. Return None if a file cannot be read, or if the
-    tokenizer is not the model's, of which :func:`tokenizer_caution` warns.
+    ``end`` is the id of the token that ends documents in training. Return None if a file cannot be read, or if
+    :func:`tokenizer_caution` returns a warning.
     """
     if tokenizer_caution(folder, tokenizer) is not None:
         return None
@@ -447,17 +447,17 @@ def ends_caution(folder: Path, tokenizer: Path, end: int) -> str | None:
     first, plain = (given.encode("a", add_special_tokens=special).tokens[:1] for special in (True, False))
     if first and first not in (plain, [name]):
         return (
-            f"the tokenizer puts {first[0]} before a text, and training does not: documents are separated by {name} "
-            f"alone, and an exported model has {name} as its bos_token, too"
+            f"the tokenizer puts {first[0]} before a text, but training does not: it only separates documents with "
+            f"{name}, and an exported model has {name} as its bos_token"
         )
     return None
 
 
 def zeros_caution(folder: Path) -> str | None:
-    """Return a warning if matrices in a folder are zeros, as after an interrupted copy.
+    """Return a warning if matrices of a model are zeros, as after an interrupted copy. If not, return None.
 
-    Two rows of each matrix are read. Models may start with zeros in the unembedding and in the last matrices of
-    branches, so these are not read. Return None without zeros, or if the folder cannot be read.
+    Two rows of each matrix are read. The unembedding and the last matrix of each branch are skipped, because models
+    may start with zeros there. Also return None if the folder cannot be read.
     """
     try:
         plain = read_huggingface(folder)

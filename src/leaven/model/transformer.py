@@ -426,8 +426,11 @@ class Stage(nn.Module):
         return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations (B, T, D). The last stage returns the summed loss in nats times :attr:`factor`,
-        (1,). ``x`` is the output of the previous stage. In the first stage, it is the tokens (B, T)."""
+        """Return the activations (B, T, D), or in the last stage the loss (1,).
+
+        The loss is a sum in nats, multiplied by :attr:`factor`. ``x`` is the output of the previous stage. In the
+        first stage, ``x`` is the tokens (B, T).
+        """
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         # Within another autocast, torch would keep cast weights from step to step. No weight is cast twice in a pass.
         with torch.autocast(x.device.type, self.dtype, enabled=lower, cache_enabled=False):

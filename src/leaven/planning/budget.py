@@ -67,9 +67,11 @@ def _seconds(time: re.Match[str]) -> float:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and numbers of tokens that fit a budget such as ``64xH100 x 14d``.
 
-    There is a row for each scaling law and each number of tokens per parameter in `OVER_TRAINED`. Impossible rows are
-    in ``refused``, with the reason. With ``mfu``, the speed is this share of the dense peak, and no layout is
-    planned. Raise InputError if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
+    There is a row for each scaling law, and a row for each number of tokens per parameter in `OVER_TRAINED`.
+    Impossible rows are in ``refused``, with the reason. With ``mfu``, the speed is this share of the dense peak, and
+    no layout is planned.
+
+    Raise InputError if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
     """
     cluster, seconds = parse_budget(text)
     if mfu is not None and not 0 < mfu < 1:

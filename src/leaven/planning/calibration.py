@@ -122,7 +122,7 @@ def history(on_fault: Callable[[str], None] = lambda fault: None) -> list[Calibr
     found, faults = [], []
     for path in (cache_folder() / _FULL, cache_folder() / _NAME):
         try:
-            storage.require_target(path, "bring it back to correct planned times by earlier runs")
+            storage.require_target(path, "bring it back, because the earlier runs in it correct planned times")
             read = storage.read_json_lines(path)
         except InputError as error:
             faults.append(str(error))
@@ -153,12 +153,12 @@ def calibration(
     """Return factors that correct the planned time and memory of a model, or None without usable records.
 
     A factor is the weighted median of measured / predicted over past runs. The current planner makes the predictions.
-    A run has the weight 1 / (1 + log2(r) + d). Here r is the parameter count of the run or of the model, the larger
-    divided by the smaller, and d is the number of :func:`_features` in which their layouts differ. Three steps select
-    the runs:
+    A run has the weight 1 / (1 + log2(r) + d). Here r is the ratio of the parameter counts of run and model, the
+    larger divided by the smaller, and d is the number of :func:`_features` in which their layouts differ. Three steps
+    select the runs:
 
-    1. Keep the runs with the same dtype and accelerator (on a CPU: the same processor) and with r up to 16. Of
-       much smaller models, the host decides the time.
+    1. Keep the runs with the same dtype and accelerator (on a CPU: the same processor) and with r up to 16. The step
+       time of much smaller models depends on the host.
     2. If some of them have r up to 4 and d = 0, keep only these.
     3. Keep the newest 100.
 

@@ -33,7 +33,7 @@ def _in_a_node(ranks: int, stride: int, accelerator: Accelerator) -> int:
 
 
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or all-gather: ``size`` bytes in all, in ``messages`` messages."""
+    """Return the seconds to reduce-scatter or all-gather a tensor of ``size`` bytes in ``messages`` messages."""
     if ranks == 1:
         return 0.0
     nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))

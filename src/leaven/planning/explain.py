@@ -86,9 +86,9 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return notes about values in ``fixed`` that the search never tries or that leaven cannot train with, or "".
+    """Return notes about values in ``fixed``: those that the search leaves out, and those leaven cannot train with.
 
-    Each note begins with a semicolon, such as ``; the search leaves out a gpipe schedule``.
+    An example is ``; the search leaves out a gpipe schedule``. Without notes, return "".
     """
     zero, schedule = fixed.get("zero", 0), fixed.get("schedule")
     left_out = {

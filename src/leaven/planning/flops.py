@@ -2,8 +2,8 @@
 
 A multiply-add is two operations, and the backward pass costs twice the forward pass. As in PaLM
 (appendix B), Narayanan 2021 and torchtitan, only matrix products count, including the unembedding.
-Recomputation in a flash attention kernel does not count. Other conventions:
-benchmarks/planner/conventions.py.
+Recomputation in a flash attention kernel does not count. benchmarks/planner/conventions.py has the
+conventions of other publications.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 
 
 def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
-    """Return the FLOPs of training on one token, with full attention and with recomputation.
+    """Return the FLOPs of training on one token, including recomputation. Masked positions of attention count, too.
 
     Full recomputation repeats the forward pass of all blocks (Narayanan 2021, arXiv 2104.04473, equation 3).
     Selective recomputation repeats attention without its projections: 4 s h FLOPs per layer and token, for sequence

@@ -158,7 +158,7 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs a run needs to fit into memory and to take at most 30 days. Return a power of two.
 
-    The time limit never leads to more GPUs than a batch has sequences. So a run with a small batch may take longer.
+    A run with a small batch may take longer: to save time, at most one GPU for each sequence of a batch is used.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

@@ -107,7 +107,7 @@ def worth_compiling(model: ModelShape, cluster: Cluster) -> bool:
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A possible arrangement for a job. Its memory and time are computed when they are first used."""
+    """An arrangement that a layout search considers. Its memory and time are computed when they are first used."""
 
     job: Job
     arrangement: Arrangement
@@ -281,7 +281,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 
 
 def _can_interleave(job: Job, how: Arrangement) -> bool:
-    """Return whether the training code can run the stages of this arrangement. See ``even_stages`` of its fields."""
+    """Return whether the training code can run the stages of this arrangement: see ``TrainingCode.even_stages``."""
     layout, stages = how.layout, how.layout.pp * how.layout.stages_per_rank
     if layout.stages_per_rank == 1 or not job.code.even_stages:
         return True
@@ -293,7 +293,7 @@ def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
 
     If the times of two candidates are equal within about 1%, these criteria decide, the most important first:
 
-    1. the GPU is faster, without the time in which it waits for the host, again within about 1%;
+    1. the step is shorter if the time spent waiting for the host is left out; about 1% counts as equal;
     2. leaven can train the layout;
     3. the pipeline has enough micro-batches (:func:`thin_pipeline`);
     4. the ZeRO stage is lower;

@@ -77,7 +77,7 @@ def matmul_seconds(
 
     Each multiprocessor computes one tile of the result at a time, so the last round takes as long as a full one.
     Products are slower if n or k is not a multiple of 64. With ``over_tokens``, k is a number of tokens, and only n
-    counts here.
+    must be a multiple.
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)

@@ -158,7 +158,7 @@ class ClusterPlan:
         if not self.job.by_leaven:
             found.append(
                 f"planned for the training code {self.job.code.name}; leaven new may choose another layout, because "
-                "leaven's own trainer needs other memory and time"
+                "memory and time differ in leaven's own trainer"
             )
         return tuple(found)
 

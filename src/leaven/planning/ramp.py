@@ -227,9 +227,9 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     if tokens < fit.from_tokens:
         raise InputError(
-            f"no noise scale is known for this recipe: it ends at {format_quantity(tokens)} tokens, and the "
-            f"measurements that count begin at {format_quantity(fit.from_tokens)} (the first {SETTLING} do not); "
-            "train a run with a smaller stability.noise_scale_every_tokens"
+            f"this recipe ends at {format_quantity(tokens)} tokens, but the noise scale is known only from "
+            f"{format_quantity(fit.from_tokens)} tokens on (the first {SETTLING} measurements are not used); train a "
+            "run with a smaller stability.noise_scale_every_tokens"
         )
     sequences = batch.tokens // seq_len
     sizes = sorted({max(sequences >> n, 1) * seq_len for n in range(sequences.bit_length())})
@@ -248,8 +248,8 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
         )
     elif not later:
         why = (
-            f"none: a batch of {full} tokens is within {allowed} from {format_quantity(fit.from_tokens)} tokens on, "
-            "where the measurements that count begin"
+            f"none: the full batch of {full} tokens is at most {allowed} already at the first measurement that is "
+            f"used, at {format_quantity(fit.from_tokens)} tokens"
         )
     else:
         why = (

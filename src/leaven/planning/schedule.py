@@ -36,7 +36,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of every rank in order, with times in the unit of the durations given to :func:`simulate`."""
+    """The forward and backward passes of every rank, in order. Times have the unit of :func:`simulate`'s inputs."""
 
     ranks: tuple[tuple[Pass, ...], ...]
 

@@ -60,7 +60,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
 
 
 def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
-    """Return the recipes with the target in the fastest layout that fits on the cluster.
+    """Return the recipes after setting the target's layout and micro-batch to the fastest that fit on the cluster.
 
     Raise InputError if no layout fits, or no layout splits the batch evenly.
     """

@@ -47,7 +47,7 @@ def this_machine() -> Accelerator:
         power_w=5.0 * cores,
         peaks=(("bf16", rate), ("fp32", rate)),
         sources=guess,
-        note="guessed from the number of cores; --measure calibrates the time of a step, the peak stays a guess",
+        note="guessed from the number of cores; --measure calibrates the time of a step, but not the peak FLOP/s",
     )
 
 

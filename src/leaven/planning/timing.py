@@ -313,9 +313,9 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds that a collective takes for the dense parameters of the rank's blocks, then the experts.
+        """Return the seconds of a collective over ``blocks`` dense parameters, plus those over the rank's experts.
 
-        ``of_each`` is the number of bytes for each parameter.
+        ``of_each`` is the number of bytes per parameter.
         """
         of_blocks = collective(of_each * blocks, shard, tp, accelerator, messages)
         of_experts = collective(of_each * held.experts, expert_shard, tp * ep, accelerator, messages)

@@ -1,9 +1,9 @@
-"""Compute what the kernels between the matrix products of a block move and save, from a trace of a training code.
+"""Compute the bytes that a block moves and saves outside its matrix products, from factors of a training code.
 
-The blocks of a training code were run on tensors without memory, at many sizes (benchmarks/traced_kernels.py). The
-bytes that elementwise kernels read and write in a forward and a backward pass, and the bytes that autograd saves, are
-sums over widths of the block. The factors, in bytes per token and element of a width, are ``moved`` and ``saved`` of
-a training code. Matrix products and flash attention do not count. An RMSNorm counts as one fused kernel.
+A sum over the block's widths, width x factor, is the number of bytes per token. There are two kinds of factors:
+``moved`` for the bytes that kernels read and write in a forward and a backward pass, and ``saved`` for the bytes that
+autograd saves. benchmarks/traced_kernels.py measures them: it runs the blocks of a training code at many sizes, on
+tensors without memory. Matrix products and flash attention do not count. An RMSNorm counts as one fused kernel.
 """
 
 from leaven.planning.blueprint import BlockTable

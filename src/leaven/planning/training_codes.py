@@ -126,11 +126,11 @@ class TrainingCode:
         return replace(self, average=4) if averages else self
 
     def isolating(self, documents: str) -> "TrainingCode":
-        """Return the training code for ``data.documents``, "packed" or "isolated"."""
+        """Return the training code of runs whose ``data.documents`` is ``documents``: "packed" or "isolated"."""
         return replace(self, isolated=True) if documents == "isolated" else self
 
     def tensors_only(self) -> "TrainingCode":
-        """Return the code without fixed memory and slack. Runs and dry runs measure only tensors."""
+        """Return a copy without fixed memory and slack, for comparison with the measured memory of tensors."""
         return replace(self, fixed_gib=0.0, slack=0.0)
 
     def with_moments(self, moments: Moments) -> "TrainingCode":

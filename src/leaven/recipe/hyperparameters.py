@@ -104,7 +104,7 @@ class Muon(Part):
 
 
 class Hyperparameters(Part):
-    """Hyperparameters of a recipe's base. The scaling rule converts them to the recipe's scale."""
+    """Hyperparameters at a recipe's base scale. The scaling rule converts them to the recipe's own scale."""
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101). muon:
@@ -215,7 +215,8 @@ class Hyperparameters(Part):
         if quantity == "residual" and module not in BRANCH_ENDS:
             ends = " and ".join(end for end in BRANCH_ENDS if end in known)
             return (
-                f"{where}: {module} has no residual multiplier; only the last matrices of branches have one: {ends}"
+                f"{where}: {module} has no residual multiplier; only the last matrix of a residual branch has one: "
+                f"{ends}"
             )
         if known[module].is_matrix:
             lacks = quantity in {"beta2", "eps"} and self.muon_of(known[module])

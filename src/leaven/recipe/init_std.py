@@ -106,7 +106,7 @@ _MUP_SIGMA, _MUP_WIDTH = 0.08, 256
 INITS: Mapping[str, Init] = MappingProxyType(
     {
         "gpt2": Init(
-            source="GPT-2 as in karpathy/nanoGPT, model.py: 0.02, 2 L branches add up in the residual stream",
+            source="GPT-2 as in karpathy/nanoGPT, model.py: the residual stream adds up 2 L branches",
             inputs=_GPT2,
             outputs=Formula("0.02 / sqrt(2 L)", lambda at: 0.02 / math.sqrt(2 * at.L)),
         ),

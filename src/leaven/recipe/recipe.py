@@ -293,7 +293,7 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """The recipe with AdamW in place of Muon, for comparisons with values for Adam."""
+        """The recipe with AdamW in place of Muon."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})

@@ -161,13 +161,13 @@ class ModelShape(Part):
         odd = self.d_rotary % 2 or abs(self.d_head * self.rotary_fraction - self.d_rotary) > 1e-9
         if self.rotary_fraction != 1 and (self.positions != "rope" or odd or not self.d_rotary):
             raise ValueError(
-                f"rotary_fraction {self.rotary_fraction:g} of d_head {self.d_head} must be an even number of entries "
-                'above 0, and positions must be "rope"; set another fraction'
+                f"rotary_fraction {self.rotary_fraction:g} of d_head {self.d_head} must be a positive even number, "
+                'and positions must be "rope"; set another fraction or other positions'
             )
         if self.attention_softcap and (self.dropout or self.positions == "alibi"):
             raise ValueError(
                 "attention_softcap supports neither dropout nor ALiBi; remove attention_softcap, or set dropout = 0 "
-                'and other positions, e.g. "rope"'
+                'and a value of positions other than "alibi", such as "rope"'
             )
         if self.global_every and not self.window:
             raise ValueError("global_every needs a sliding window; set window, or remove global_every")

@@ -12,7 +12,7 @@ from leaven.scaling.rules import Rule
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors that a scaling rule puts on one tensor's hyperparameters. All are exactly 1.0 at the base."""
+    """The factors by which a scaling rule multiplies a tensor's hyperparameters. All are exactly 1.0 at the base."""
 
     init_std: float
     lr: float

@@ -1,5 +1,5 @@
-"""Build the document of ``leaven show`` and ``leaven transfer``: the values of each parameter, and the nearest
-published inits."""
+"""Build the document of ``leaven show`` and ``leaven transfer``: the values of each parameter, and a
+comparison with published inits."""
 
 import math
 from collections.abc import Sequence

@@ -58,18 +58,18 @@ The router turns the width into as many logits as there are experts, which is a 
   their shares of the router's gradient do not change with depth.
 
 **Muon.** With ``optimizer = "muon"``, lr and weight decay of hidden weights and of the matrices of experts have the
-cells of ``Rule.muon``. All other parameters have the cells of Adam. No paper below has a rule for all four axes, so
-the cells are derived here:
+cells of ``Rule.muon``. All other parameters have the cells of Adam. No paper cited below has a rule for width,
+depth, batch and tokens together, so the cells are derived here:
 
 - Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``).
   So its largest singular value is lr x M. Outputs change by the same amount at every width if this value is
   proportional to sqrt(fan out / fan in) (the spectral condition; Yang, Simon and Bernstein 2023, arXiv 2310.17813).
   So lr is proportional to I^-1/2 O^1/2 M^-1. With ``match = "spectral"``, M is sqrt(max(1, fan out / fan in)), and at
   fixed proportions the lr does not change with width. With ``match = "adamw_rms"``, M is 0.2 sqrt(max(fan out, fan
-  in)), and the lr falls as 1 / sqrt(width). The code of 2512.05620 has I^-1/2 O^1/2, with M = 1.
+  in)), and the lr falls as 1 / sqrt(width). The code of arXiv 2512.05620 has I^-1/2 O^1/2, with M = 1.
 - Depth. The size of a step does not depend on the gradient's size, as with Adam. Each of L blocks changes the stream
   by L^-alpha x lr, in the same direction. So the sum is constant if lr is proportional to L^(alpha-1), as for Adam.
-  The code of 2512.05620 has this lr with alpha = 1, and the code of 2603.28743 with alpha = 1/2.
+  The code of 2512.05620 has this lr with alpha = 1, and the code of arXiv 2603.28743 with alpha = 1/2.
 - Batch and tokens. Suppose that most of the momentum is noise. However large the momentum is, a step has the norm of
   the orthogonal matrix. So the noise in a step always has this norm, and the signal in a step is inversely
   proportional to the noise of the momentum. A momentum that averages w steps of batch B has noise proportional to 1 /
@@ -100,9 +100,9 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True, eq=False)  # hash by identity, because the fields have no hash
 class Rule:
-    """A scaling rule. Its cells are factors that scale hyperparameters from the base to the run.
+    """A scaling rule. A cell is a factor that scales a hyperparameter from the base to the run.
 
-    ``cells`` has a cell for each quantity and role. The cells of the other fields are the same for all roles.
+    The cells in ``cells`` depend on the role of a parameter. All other cells are the same for every role.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Rule:
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """The cells that do not belong to one role, by printed name: those for all roles, and those for Muon."""
+        """The cells of all fields except ``cells``, by printed name."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
@@ -155,15 +155,18 @@ def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
     return dict.fromkeys(roles, Cell(text, source))
 
 
-_TIED = "derived: the unembedding's row under the symmetry forward x c, std / c, lr / c, eps x c, decay x c, c = 1/N"
-_STARTS = "derived: not in the table; the gain starts at 1, the bias at 0"
+_TIED = (
+    "derived from the unembedding's row: forward x c, std / c, lr / c, eps x c and decay x c together train the same "
+    "model; here c = 1/N"
+)
+_STARTS = "derived: not in the table; gains start at 1, biases at 0"
 _BEHIND = (
     "derived: as for a gain before a branch (scaling/rules.py); measured: tests/verification/test_planted_faults.py"
 )
 _ROUTED = "derived: the router maps the width to a fixed number of logits (see the top of scaling/rules.py)"
 _STREAM = "derived: not in the table; same as for the embedding: both act on the residual stream before all blocks"
 _SAME = "practice: the same value at every scale"
-_DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
+_DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, times sqrt(base d)")
 
 _SPECTRAL = "derived: a step's largest singular value is proportional to sqrt(fan out / fan in), arXiv 2512.05620"
 _SHRINK = "derived: lr x decay x steps is constant; disputed, see arXiv 2512.05620"
@@ -363,7 +366,9 @@ COMPLETE_D_P = Rule(
     },
     residual=Cell("L^-alpha", f"{_T1}multipliers: MHA residual, MLP residual"),
     attention=_DIVIDED,
-    half_life=Cell("B^-1 D", f"{_T1}AdamW (1-beta1), (1-beta2): m_B/m_D, in the power form; not Muon's momentum"),
+    half_life=Cell(
+        "B^-1 D", f"{_T1}AdamW (1-beta1), (1-beta2): m_B/m_D, here as beta^(m_B/m_D); Muon's momentum is not scaled"
+    ),
     muon=_MUON_OVER_DEPTH,
     columns={
         "lr": Cell("B^1/2 D^-t", f"{_T1}learning rates, batch/tokens: sqrt(m_B/m_D), t = 1/2"),

@@ -109,7 +109,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return a row for every parameter as if Muon were off, then a second row for each matrix that Muon updates."""
+    """Return rows of all parameters with AdamW, followed by rows with Muon of the matrices that Muon updates."""
     by_muon = parameter_table(recipe).rows if recipe.hyperparameters.muon else ()
     return (*parameter_table(recipe.without_muon).rows, *(row for row in by_muon if row.match))
 
@@ -117,9 +117,9 @@ def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     """Return (factors, ratio of half-lives) at ``step``, counted from 0, of a run with a batch ramp.
 
-    The factors convert the hyperparameters for the full batch to those for the batch of the step. They are 1 if
-    ``batch.rule`` is "fixed". The ratio divides the half-life of Adam's moments, in steps, by that of the previous
-    step.
+    The factors convert hyperparameters for the full batch to hyperparameters for the batch of the step. They are 1
+    if ``batch.rule`` is "fixed". The ratio is (half-life of Adam's moments) / (half-life at the previous step), both
+    in steps.
     """
 
     def at(step: int) -> Factors:
@@ -215,7 +215,7 @@ def optimizer_groups(
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return factors by parameter name. Parameters multiplied by them need no multipliers in the forward pass.
+    """Return the factors, by parameter name, that fold the multipliers of the forward pass into the parameters.
 
     Factors of 1 are left out. Each multiplier is folded into the weights (and biases) of one module:
 

@@ -150,7 +150,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     - All other searched values are copied.
 
     Raise InputError if the models differ in a field outside `FREE_FIELDS`, the run has too few steps, the result is
-    invalid, or the reason for a searched batch or run length does not name the value at the start.
+    invalid, or the table ``[why]`` of ``tuned`` lacks the value at which the search of a batch or run length began.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):
@@ -331,7 +331,7 @@ def _increments(sequences: int, share: float, increments: int) -> tuple[int, int
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return reasons by path: for the hyperparameters, the base, and each value that differs in ``after``."""
+    """Return reasons by path: for hyperparameters, gradient clipping, base, and changed values with a template."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

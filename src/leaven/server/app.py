@@ -71,8 +71,8 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired(BaseHTTPMiddleware):
-    """Refuses requests without the right token. The address that ``leaven serve`` prints contains the token. The
-    answer to this address sets a cookie for later requests. To prevent DNS rebinding, requests to a host outside
+    """Refuses requests without the right token. The address that ``leaven serve`` prints contains the token.
+    Opening this address sets a cookie for later requests. To prevent DNS rebinding, requests to a host outside
     `LOCAL` are refused, too."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -181,7 +181,7 @@ def _planner(request: Request) -> Response:
 
 
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
-    """Return the plan that the form requests, and its title. The size is a number or the id of a published run."""
+    """Return (plan, title) for the input of the form. Its field ``size`` is a number or the id of a published run."""
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
         return plan_run(size, gpus, layout), size

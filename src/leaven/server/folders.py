@@ -43,7 +43,7 @@ class Found:
 
     @property
     def changed(self) -> float:
-        """The Unix time at which a file on the page was last changed; 0 without files, and at most `YEAR_9999`."""
+        """The Unix time of the last change to any file that the page shows: 0 without files, at most `YEAR_9999`."""
         return min(max([0.0, *(stat.st_mtime for stat in self.stats.values())]), YEAR_9999)
 
     @property

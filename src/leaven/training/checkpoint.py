@@ -263,8 +263,10 @@ def read_checkpoint(
 def _newest(
     listed: Sequence[Path], rewinds: Sequence[Rewind], group: ProcessGroup, recipe: Recipe | None
 ) -> tuple[Checkpoint | None, list[Path]]:
-    """Return (checkpoint, damaged) as :func:`read_checkpoint` does, among the checkpoints ``listed``. A checkpoint
-    that is gone counts as damaged."""
+    """Return the result of :func:`read_checkpoint` for the checkpoints ``listed``.
+
+    A checkpoint that has been removed meanwhile counts as damaged.
+    """
     damaged: list[Path] = []
     for candidate in reversed(listed):
         if group.size > 1:
@@ -527,7 +529,7 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the checkpoints to keep of the scheduled checkpoints ``due``. Both are ascending token counts.
+    """Return which of the scheduled checkpoints ``due`` to keep. Both are ascending token counts.
 
     These are kept:
 

@@ -112,8 +112,8 @@ class Tensors(Mapping[str, Tensor]):
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
         """Raise ValueError if a block is in none of ``files``, or if a tensor's blocks do not form the whole tensor.
 
-        All recorded shapes, offsets and dtypes must be valid. In the files ``headers``, each block must have its
-        recorded dtype and shape.
+        Also raise it if a recorded shape, offset or dtype is invalid, or if a block in one of the files ``headers``
+        does not have the recorded dtype and shape.
         """
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():

@@ -179,8 +179,8 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Use torch's own defaults, of which the calling program may have changed some: tensors in fp32, no autocast, and
-    gradients. Raise InputError if tensors are made on another device than the CPU by default."""
+    """Run the block with torch's defaults, which the calling program may have changed: fp32 tensors, gradients, and
+    no autocast. Raise InputError if torch's default device is not the CPU."""
     if (device := torch.get_default_device()).type != "cpu":
         raise InputError(
             f"torch's default device is {device}; call torch.set_default_device('cpu') first, because leaven chooses "
@@ -200,7 +200,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds of the fastest of five matmuls of a fixed size, to compare devices."""
+    """Return the seconds that a matmul of a fixed size takes, to compare devices. The fastest of five counts."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -238,7 +238,7 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes since :func:`reset_peak_memory`. On a CPU, it is this process's peak."""
+    """Return the peak bytes since :func:`reset_peak_memory`: on the accelerator, or by the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # which reports no peak; its allocator keeps the memory that it takes

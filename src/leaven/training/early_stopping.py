@@ -90,7 +90,10 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback):
-    """Ends a trial that cannot reach its baseline. Checked after the warm-up, at each new point of the loss curve."""
+    """Ends a trial that cannot reach the best trial so far.
+
+    The trial is checked at each new point of its loss curve after the warm-up.
+    """
 
     monitor: DivergenceMonitor  # records the loss curve; must come earlier in the list of callbacks
     baseline: Baseline  # the best trial so far
@@ -108,8 +111,8 @@ FIRST = 0.25  # no trial is pruned before this share of the run is done
 MARGIN = 1.0  # a trial may be behind by this many times the amount by which the baseline's loss still falls
 LEAST = 8.0  # a trial may be behind by this many standard deviations of the loss between seeds
 CATCHES_UP = 1.5
-"""A trial is expected to close half of its gap if the gap is this many times as large as the remaining fall of the
-baseline's loss."""
+"""If a trial's gap to the baseline is this many times the amount by which the baseline's loss still falls, the trial
+is expected to close half of the gap."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
@@ -138,9 +141,9 @@ def gap(curve: Curve, baseline: Baseline) -> float:
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how much the baseline's loss falls from the end of ``curve`` to the end of the baseline, in nats.
+    """Return how many nats the baseline's loss still falls after the last token count of ``curve``.
 
-    The loss at an end is a mean over the last :data:`SMOOTH` points.
+    It is a difference of two means, each over :data:`SMOOTH` points.
     """
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 

@@ -271,7 +271,10 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
-            own = f'; if only the tokenizer has, write tokenizer = "{run.tokenizer_file}" in both recipes'
+            own = (
+                f'; if only the tokenizer has changed, write tokenizer = "{run.tokenizer_file}" both in your recipe '
+                f"and in {run.recipe_file}"
+            )
         raise InputError(
             f"the run in {run.path} was trained on other text: the files of [data] source or the tokenizer have "
             f"changed since; use another --run{own}"
@@ -374,8 +377,8 @@ def begun_under_torchrun(run: RunFolder) -> bool:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return the path of a mark file in torchrun's log folder, or None without torchrun. torchrun keeps the folder
-    when it restarts the processes."""
+    """Return the path of the file that stores which run has begun, or None without torchrun. The file is in
+    torchrun's log folder, which torchrun keeps when it restarts the processes."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
@@ -413,9 +416,10 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str,
 
 
 def _missing_steps(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield (file name, "2 steps are missing, the first is step 5") if steps are missing before the last one in
-    metrics.jsonl. This also finds missing lines that no digest covers. Damaged lines have a message of their own, so
-    only more missing steps than damaged lines count."""
+    """Yield (file name, "2 steps are missing, the first is step 5") if metrics.jsonl lacks steps before its last one.
+
+    Yield nothing if as many lines are damaged as steps are missing, because damaged lines have their own message.
+    """
     with suppress(InputError):  # changed_since reports a file that cannot be read
         read = run.read_metrics()
         steps = [line["step"] for line in read.documents]
@@ -462,8 +466,10 @@ FAULTS = {
 
 
 def faults_in(event: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each fault that an event reports, such as a damaged checkpoint, a failed write, or too few
-    sequences for validation, and for the values that a rewind changes."""
+    """Yield a sentence for each fault that an event reports, such as a damaged checkpoint or a failed write.
+
+    If a rewind changes recipe values, yield a sentence about them, too.
+    """
     if event in FAULTS:
         yield FAULTS[event].format(**{**values, "tokens": format_quantity(values["tokens"])})
     for name in values.get("damaged_checkpoints", ()):

@@ -88,7 +88,7 @@ class LoadedRun:
         if self.tokenizer.id_to_token(self.trained_end) is None:
             raise InputError(
                 f"{self.folder.tokenizer_file} has no token {self.trained_end:,}, which ended documents in training; "
-                "replace it with the tokenizer.json that made the token ids"
+                "replace this file with the tokenizer.json that made the token ids"
             )
         return self.trained_end
 

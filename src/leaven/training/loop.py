@@ -101,13 +101,13 @@ class Loop:
                 callback.on_due()
 
     def read(self) -> bool:
-        """Wait for the step that was started last, if its result is unread, and pass the result to the callbacks.
-        Return whether a callback has then rewound the run."""
+        """If the result of the last step is unread, wait for this step and pass its result to the callbacks. Return
+        whether a callback has then rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 
     def rewound(self) -> None:
-        """Tell the loop that a callback has rewound the run. Drop a step whose result is unread."""
+        """Tell the loop that a callback has rewound the run. The result of a started step will not be read."""
         self._unread, self._rewound = None, True
 
     def _pass_on(self, started: Callable[[], StepResult] | None) -> bool:

@@ -50,8 +50,8 @@ ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
 over four shapes (docs/log.md), and include copies and, with autocast, a residual stream and norms in fp32."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
-"""By the planner's formula, a micro-batch may need at most this share of the free memory. On a CPU and on mps, taking
-too much endangers the process or the system. CUDA only raises an error, so larger sizes are tried too."""
+"""A size is tried only if it needs at most this share of the free memory by the planner's formula. On a CPU and on
+mps, too large a size may crash the process or the system. CUDA only raises an error, so the share is above 1."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,11 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch size, in sequences, that gives each data-parallel rank enough micro-batches.
-    It is at least 1. A pipeline needs ``pp`` micro-batches, even at the smallest batch of a ramp. Measuring the noise
-    scale needs twice as many."""
+    """Return the largest micro-batch size, in sequences, with which each data-parallel rank has enough of them.
+
+    One micro-batch is enough without a pipeline. A pipeline needs ``pp``, even at the smallest batch of a ramp. A run
+    that measures the noise scale needs twice these numbers. The size is at least 1.
+    """
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp

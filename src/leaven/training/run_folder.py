@@ -194,7 +194,7 @@ class RunFolder:
         """Return how many more rewinds the newest undamaged checkpoint has recorded than ``events``.
 
         A result above 0 means that events are lost. A negative result means that the checkpoint is older than the
-        last rewind, or that no checkpoint is undamaged.
+        last rewind, or that all checkpoints are damaged or missing.
         """
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)
@@ -246,9 +246,9 @@ class RunFolder:
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
         """Raise InputError if ``checkpoints`` is a link to the folder of another run or study.
 
-        That is so in a copy of a run by ``cp -r``, which copies the link and not the folder. The file ``OWNER`` in
-        the folder has the path of the run or study that uses it. With ``rewinds``, the caller will delete
-        checkpoints, so also refuse a link to checkpoints without this file.
+        A copy of a run by ``cp -r`` has such a link, because ``cp`` copies the link and not the folder. The file
+        ``OWNER`` in the folder has the path of the run or study that uses the folder. With ``rewinds``, the caller
+        will delete checkpoints, so also raise InputError for a link to checkpoints without this file.
         """
         owner = self._owner()
         unknown = owner is None and rewinds and bool(checkpoints(self.checkpoints))
@@ -312,7 +312,7 @@ class RunFolder:
     def read_metrics(self) -> storage.JsonLines:
         """Return the lines of :meth:`metrics`, and the line numbers of damaged lines.
 
-        A run writes its steps in order, so a line is left out if its step is larger than that of the line after it.
+        A run writes its steps in order. So a line is left out if the next line has a smaller step.
         """
         read = _read(self.metrics_file)
         lines = [line for line in read.documents if isinstance(line.get("step"), int)]
@@ -391,8 +391,10 @@ def _content(path: Path) -> bytes:
 
 
 def newest_document(run: RunFolder, last_return: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the content of the newest undamaged state.json among the checkpoints, or {}. With ``last_return``, the
-    event of the last rewind, leave out checkpoints that this rewind or an earlier one has undone."""
+    """Return the content of the newest undamaged state.json among the checkpoints, or {}.
+
+    ``last_return`` is the event of the last rewind. If it is given, checkpoints that a rewind undid are left out.
+    """
     for path in reversed(checkpoints(run.checkpoints)):
         with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
             state = read_state(path)

@@ -161,8 +161,8 @@ def changed_lines(lines: Sequence[bytes], written: LinesDigest | None, *, comple
 
 
 def _lines_up_to(step: int, lines: Sequence[bytes]) -> int:
-    """Return the number of ``lines`` up to the last one of a step from 1 to ``step``. A damaged line belongs to the
-    step before it."""
+    """Return the number of ``lines`` up to the last line of the steps 1 to ``step``. A line that names no step, such
+    as a damaged line, belongs to the step of the line before it."""
     kept = at = 0
     for number, line in enumerate(lines, start=1):
         found = (storage.json_object(line) or {}).get("step")

@@ -85,7 +85,8 @@ def read_event_file(file: Path, tag: str) -> EventFile:
 
 
 def read_event_files(files: Iterable[Path], tag: str) -> list[EventFile]:
-    """Return the event files of TensorBoard that count, in the order of the times and counters in their names."""
+    """Return the TensorBoard files that are not ignored (``EventFile.left_out``), sorted by the times and counters in
+    their names."""
     found = [read_event_file(file, tag) for file in sorted(files, key=by_event_name)]
     return [file for file in found if not file.left_out]
 

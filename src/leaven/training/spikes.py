@@ -40,8 +40,8 @@ ALLOWANCE = 4.0
 CAP = 12.0  # largest number of deviations that counts: a step adds at most CAP - ALLOWANCE to the sum
 LIMIT = 24.0
 OUTSTANDING = 6.0
-"""``on_spike = "skip"`` skips a step whose loss or gradient norm is at least this many deviations above its median,
-as in OLMo-core's SkipStep optimizers."""
+"""``on_spike = "skip"`` skips a step whose loss or gradient norm is at least this many standard deviations above its
+median, as in OLMo-core's SkipStep optimizers."""
 PATIENCE = 20  # with ``on_spike = "skip"``, this many skipped steps in a row are an anomaly
 # The smallest standard deviations: 0.05 nats, and for the logarithms of the norms 0.25 and 0.1. A floor is harmless
 # where the true deviations are smaller, as with large batches.
@@ -82,7 +82,7 @@ class QuantityMonitor:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """Return the usual level and the robust standard deviation."""
+        """Return the median of ``values``, and the robust standard deviation by ``distances``, at least ``floor``."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
@@ -121,7 +121,7 @@ class SpikeDetector:
 
     @property
     def since(self) -> int | None:
-        """The first suspicious step, or None if the newest step is not suspicious."""
+        """The step since which all steps are suspicious, or None if the newest step is not suspicious."""
         return min((watch.since for watch in self.watches.values() if watch.since is not None), default=None)
 
     def observe(self, step: "Step") -> Anomaly | None:
@@ -159,7 +159,8 @@ class SpikeDetector:
         onset = self.since
         assert onset is not None
         moves = " and ".join(
-            f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations above its median" for name in certain
+            f"{TITLES[name]} {numbers[name]['deviations']:.1f} standard deviations above its median"
+            for name in certain
         )
         was = numbers["loss"]
         why = f"{moves}, loss {was['median']:.2f} -> {was['value']:.2f} within {step.step - onset + 1} steps"
@@ -204,12 +205,12 @@ def was_skipped(step: "Step") -> bool:
 def rollback(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
-    """Return the rewind that answers an anomaly. ``rewinds`` are the earlier rewinds of the run.
+    """Return the rewind to make after an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    Attempt 1 returns to the state before the n suspicious steps, and skips the data of these and of the next n steps.
-    If the same anomaly comes again, the next attempt returns further. With m = 4^(k - 1), attempt k returns to
-    (m - 1) x n steps before the suspicious steps, and skips the data up to m x n steps after them. No attempt returns
-    further than ``oldest_tokens``, the token count of the oldest checkpoint.
+    Let n be the number of suspicious steps. Attempt 1 returns to the state before these steps. It skips their data
+    and the data of the next n steps. If the same anomaly comes again, the next attempt returns further: attempt k
+    returns to (m - 1) x n steps before the suspicious steps, where m = 4^(k - 1). It skips the data up to m x n steps
+    after them. No attempt returns further than ``oldest_tokens``, the token count of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
@@ -235,8 +236,8 @@ def oldest_checkpoint(
 ) -> int:
     """Return the token count of the oldest checkpoint that exists when ``anomaly`` is found.
 
-    The result follows from the schedule of checkpoints and the earlier ``rewinds``. The disk is not read: it may
-    also have damaged checkpoints, and checkpoints outside the schedule.
+    The result follows from the schedule of checkpoints and the earlier ``rewinds``. The disk is not read, because it
+    may have damaged checkpoints, and checkpoints outside the schedule.
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:

@@ -60,7 +60,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return the first setting of a recipe that a stack cannot train, such as "model.bias = True", or None."""
+    """Return the first setting with which a stack of trials cannot train, such as "model.bias = True", or None."""
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
     refused = {path: value for path, value in found.items() if value not in SETTINGS[path]}
     said = (path if isinstance(value, Part) else f"{path} = {value}" for path, value in refused.items())

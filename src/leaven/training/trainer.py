@@ -176,8 +176,8 @@ def train(
 
 
 def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
-    """Raise InputError if ``tokens`` are of other sources, weights or another tokenizer than the recipe's, or if the
-    model has fewer ids."""
+    """Raise InputError if ``tokens`` were prepared with other data settings than the recipe's, such as the tokenizer,
+    or do not fit the recipe's vocabulary size."""
     if tokens.data is None:
         return
     of_recipe, of_tokens = (
@@ -363,7 +363,7 @@ def _built(
 
 
 class RunTrainer:
-    """Trains a run in its folder until the process stops."""
+    """Trains a run from its newest checkpoint, if any, and writes the files in its folder."""
 
     def __init__(  # noqa: PLR0917
         self,

@@ -41,7 +41,7 @@ BOUNDS = {
         1 / 32, 8.0, 3.0, 1.0, "some published inits divide by sqrt(2 n_layers), which is 32 at 512 layers"
     ),
     "hyperparameters.muon.lr": Bounds(
-        1e-5, 1.0, 3.0, 1.0, 'usual: 0.02 with match = "spectral"; the lr of AdamW with match = "adamw_rms"'
+        1e-5, 1.0, 3.0, 1.0, 'usual: with match = "spectral" 0.02, with match = "adamw_rms" the lr of AdamW'
     ),
     "momentum": Bounds(0.5, 0.999, 2.0, 2.0, "half-lives of 1 to 693 steps; published: 0.95"),
     "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1; the bounds are 100 times lower and higher"),

@@ -136,9 +136,9 @@ class LossSource(Part):
     def expression(self) -> str:
         """The ``pattern`` as a regular expression: {loss} and {step} become named groups.
 
-        Trainers pad numbers to a width with spaces. So any number of spaces may stand before a placeholder, and after
-        it if the pattern has a space there. Directly after a word, {loss} takes no spaces: "val{loss}" does not read
-        the 5 of "val 5 of 10".
+        Trainers pad numbers with spaces. So additional spaces match before a placeholder, and after it if the pattern
+        has a space there. Only if {loss} directly follows a word, no spaces match before it: "val{loss}" does not
+        match the 5 of "val 5 of 10".
         """
         found = self.pattern or ""
         for name, padding, text in (("loss", r"(?:(?<!\w)[ ]{1,99}+)?+", LOSS_TEXT), ("step", "[ ]{0,99}+", _STEP)):
@@ -227,11 +227,11 @@ class Command(Part):
             )
         if self.loss.where is not None and OUT not in _names(self.loss.where):
             raise InputError(
-                f"the losses are read from {self.loss.where}, which all trials share, so a trial could get the "
-                "losses of another; write them to {out}, the folder of the trial, and begin this path with {out}/"
+                f"the losses are read from {self.loss.where}, which all trials share, so a trial could read the "
+                "losses of another trial; write them into the trial's folder {out}, and read them from {out}/NAME"
             )
         if self.config is None and CONFIG in self.used:
-            raise InputError('the command has {config}, but there is no file; add config = "FILE"')
+            raise InputError('the command has {config}, but config is not set; add config = "FILE"')
         if self.config is not None and CONFIG not in self.used:
             raise InputError(
                 f"the command does not read {self.config}; in the command, write {{config}} for the path of this file"
@@ -312,8 +312,10 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance ``octaves`` from the start, rounded and within its limits. For a choice,
-        ``octaves`` is an index into ``choices``."""
+        """Return the value at a distance from the field ``start``, rounded and clipped to its limits.
+
+        ``octaves`` is the distance in ``unit``, or for a choice the index into ``choices``.
+        """
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range
@@ -487,7 +489,9 @@ def _names(*texts: str) -> set[str]:
 def _in_quotes(command: str) -> set[str]:
     """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash.
 
-    Each placeholder is replaced by a word. It is in none of these if the shell would read this word by itself.
+    Each placeholder is put between spaces, and ``shlex.split`` splits the command. The result has the
+    placeholders that are not separate words then. It has all of them if the command has nested syntax, such as a
+    backquote, or cannot be split.
     """
     if _NESTED.search(command):
         return _names(command)

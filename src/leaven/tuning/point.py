@@ -94,7 +94,7 @@ def quantity_of(path: str) -> str:
 
 
 def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
-    """Return the levels of the choice at ``path``, starting with the recipe's own."""
+    """Return the levels of the choice (categorical value) at ``path``. The recipe's level is first."""
     own = str(value_at(recipe, path))
     return (own, *(level for level in CHOICES[path] if level != own))
 
@@ -125,7 +125,7 @@ def value_like(recipe: Recipe, path: str, like: Recipe) -> Value | None:
 
 
 def distance(path: str, value: float, to: float) -> float:
-    """Return the distance between the recipe's ``value`` at ``path`` and ``to``."""
+    """Return the distance from ``value`` to ``to``, in the unit of ``path``: see :func:`moved`."""
     return distance_in(_unit(path), value, to)
 
 
@@ -148,7 +148,7 @@ def moved(unit: str, value: float, x: float) -> float:
 
 
 def distance_in(unit: str, value: float, to: float) -> float:
-    """Return the distance from ``value`` to ``to``: the inverse of :func:`moved`."""
+    """Return the distance x, measured in ``unit``, for which ``moved(unit, value, x)`` is ``to``."""
     match unit:
         case "tenth":
             return 10 * (to - value)

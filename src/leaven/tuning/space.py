@@ -189,7 +189,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return a space without the values of ``path`` at or above ``limit``, except the start point's.
+        """Return a space whose values of ``path`` are below ``limit``. The start point always stays in the space.
 
         Return ``self`` if the space does not search ``path``.
         """
@@ -352,11 +352,11 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
             else 'the optimizer is not Muon; set hyperparameters.optimizer = "muon"'
         )
     elif path == point.OPTIMIZER and value == "muon":
-        reason = "Muon has values of its own; search a recipe with Muon and a recipe with AdamW separately"
+        reason = "a search compares only adamw and adam; tune a recipe with muon and a recipe with adamw separately"
     elif value is None:
         reason = (
             f'init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
-            "hyperparameters.modules.MODULE.init_std, or write an init_std"
+            'hyperparameters.modules.MODULE.init_std, or set init = "rule" and an init_std'
         )
     elif path == point.COOLDOWN and decay != "wsd":
         reason = f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'

@@ -223,12 +223,13 @@ class Answer(BaseModel):
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
-        """Return how much tuning a value mattered. The first text that applies is returned:
+        """Return how much tuning a value mattered: the first of these texts that applies.
 
-        - "mattered": its gain is above the noise.
-        - "not worth tuning": if all such values are reset to the start, the loss rises by less than the noise.
-        - "unsure": its best value differs from the start, but the gain may be noise.
-        - "": its best value is the start.
+        - "mattered": the gain from tuning the value is above the noise.
+        - "not worth tuning": the value is in ``idle``. Resetting all values in ``idle`` to the start raises the loss
+          by less than the noise.
+        - "unsure": the best value differs from the start, but the gain may be noise.
+        - "": the best value is the start.
         """
         if coordinate.worth or coordinate.path in self.idle:
             return MATTERED if coordinate.worth else NOT_WORTH
@@ -335,11 +336,11 @@ def _study_of(answer: Path) -> StudyDocument | None:
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return what a study's gain is worth in training tokens of ``target``, one row for each share in ``SHARES``.
 
-    The gain is the loss that tuning saved. A larger model may keep only a share of it. A row has the factor on the
-    training tokens that would save this share of the gain.
+    The gain is the amount by which tuning lowered the loss. A larger model may keep only a share of the gain. Each
+    row has the factor on the training tokens that lowers the loss of ``target`` by as much as its share of the gain.
 
-    ``answer`` is the best.toml of the study. The list is empty without a gain, or if the target's tokens are outside
-    ``WORTH_TOKENS``.
+    ``answer`` is the best.toml of the study. The list is empty if the study has no gain, or if the target's tokens
+    are outside ``WORTH_TOKENS``.
     """
     study = _study_of(answer) if answer.name == "best.toml" else None
     tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS

@@ -295,7 +295,7 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
         "noise": float(compared.std(0, ddof=1).mean() / fall) if len(compared) > 1 else None,
     }
     judged = partial(row, slope=float(errors[worst]), parts=parts, beyond=max(largest - LIMIT, 0.0))
-    one = "; the interval contains the noise within a run, but not between seeds" if len(compared) == 1 else ""
+    one = "; the interval has only the noise within a run, not the noise between seeds" if len(compared) == 1 else ""
     if fall <= 0:
         return judged(passed=False, note="the loss does not fall after the first quarter of the run")
     if math.isnan(band):

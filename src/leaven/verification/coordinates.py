@@ -230,12 +230,14 @@ def _note(axis: str, module: str, value: float, foreign: bool) -> str:
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":
-            hint = "branches scaled twice" + (", for example also by an init of 1/sqrt(2L)?" if foreign else "?")
+            hint = "branches scaled twice" + (
+                ", for example by a multiplier and an init of 1/sqrt(2L)?" if foreign else "?"
+            )
         return f"SHRINKS with {axis}  <- {hint}"
     if axis == "depth":
         hint = "branches not multiplied by depth^-alpha?"
     elif module.endswith(LOGITS):
-        hint = "query . key divided by sqrt(d) while d grows?"
+        hint = "query . key divided by sqrt(d_head), not by d_head?"
     else:
         hint = "lr or init not divided by width?"
     return f"GROWS with {axis}  <- {hint}"

@@ -56,8 +56,8 @@ def duration(
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
         raise InputError(
-            "a duration check compares run lengths, but --durations gives only 1, the recipe's own; "
-            "write --durations 1,2,4"
+            "--durations has only the value 1 (the run length of the recipe), but a duration check compares at least "
+            "two run lengths; write --durations 1,2,4"
         )
     document, losses = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
     if len(losses) == 1:  # the sweep ended at the base

@@ -266,7 +266,7 @@ def foreign(
         if vocab_size < LEAST_VOCABULARY:
             raise InputError(
                 f"{entry}: a vocabulary of {vocab_size} is too small for text, which needs {LEAST_VOCABULARY}; "
-                f"enlarge the vocabulary, return a batch function as well, or give --source {MADE_UP}"
+                f"enlarge it, let the factory return a batch function as its third result, or give --source {MADE_UP}"
             )
         prepare(_data(source), vocab_size)
     return ForeignFamily(entry, vocab_size, source, size // SEQ_LEN, SEQ_LEN, tokens, alpha)
@@ -304,7 +304,8 @@ def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.opti
     made = factory(scale.width, scale.depth, **options)
     if not (isinstance(made, tuple) and len(made) in {2, 3} and isinstance(made[0], nn.Module)):
         raise InputError(
-            f"{entry}: wrong result; return (model, groups or optimizer) or (model, groups or optimizer, batch)"
+            f"{entry} must return (model, optimizer) or (model, optimizer, batch); parameter groups can replace the "
+            "optimizer"
         )
     model, optimizer, batches = (*made, None)[:3]
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -92,7 +92,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
     the lr, they stay within the limits."""
 
     name = "gradients"
-    quantity = "slope of log2 gradient RMS over log2 size, less that of eps"
+    quantity = "slope of log2 gradient RMS over log2 size, minus the slope of log2 eps"
     parts = ("start", "end", "eps", "decay", "moved")
     drawn = ("start", "end", "eps")
     start = CheckStart(hidden=0.5, residual=1.0)
@@ -184,7 +184,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         if worst.beyond <= 0:
             note = ""
             if router and any(each.what == "eps" and each.value < -each.limit for each in judged):
-                note = f"passed, because the exponent of a router's gradient may be {-of_router:g} below that of eps"
+                note = f"passed: a router's gradient may have an exponent {-of_router:g} below the exponent of eps"
             return row(slope=worst.value, limit=worst.limit, passed=True, note=note)
         note = _note(axis.name, worst.value, worst.what)
         return row(slope=worst.value, limit=worst.limit, passed=False, note=note, beyond=worst.beyond)
@@ -218,5 +218,5 @@ def _note(axis: str, value: float, what: str) -> str:
         return f"its change {'SHRINKS' if value < 0 else 'GROWS'} with {axis}  <- does its lr depend on {axis}?"
     if what == "decay":
         change = "FALLS" if value < 0 else "GROWS"
-        return f"lr x decay {change} with {axis}  <- only one of lr and decay changed?"
+        return f"lr x decay {change} with {axis}  <- does only one of lr and decay depend on {axis}?"
     return f"eps {'GROWS' if value < 0 else 'FALLS'} relative to the gradient with {axis}"

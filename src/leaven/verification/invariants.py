@@ -41,8 +41,8 @@ FACTOR = 4.0  # larger batch / the family's batch, and longer run / the family's
 _REASONS = {
     "lr x eps x entries": "lr or eps changed without the other?",
     "lr x decay x steps": "lr or decay changed without the other?",
-    "beta1": "its half-life is not the same fraction of the run",
-    "beta2": "its half-life is not the same fraction of the run",
+    "beta1": "its half-life should be the same fraction of every run",
+    "beta2": "its half-life should be the same fraction of every run",
     "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
 Combinations = dict[str, list[dict[str, float]]]
@@ -98,7 +98,10 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a verdict for each module label. If the rule ignores the batch or the tokens, add a row that says so."""
+    """Return a row for each module label: the verdict on how its optimizer settings change with the scale.
+
+    If the rule ignores the batch or the tokens, another row says so.
+    """
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 

@@ -64,7 +64,7 @@ class LoggedRow:
         if not self.has(column):
             if column == "loss":
                 hint = (
-                    "write nan if the run diverged, or else its loss; if it has not finished, remove the row or run"
+                    "write nan if the run diverged, or its loss if it finished; otherwise remove the row or the run"
                 )
             else:
                 hint = "write a number, or remove the row or run"
@@ -189,7 +189,7 @@ class RunLogs:
                 elif TEXT.search(file.name):
                     texts.setdefault(folder, file)
         if own and loss != "loss":
-            raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
+            raise InputError(f"{path} contains run folders of leaven, which have only one loss; remove --loss {loss}")
         if own:
             unread = {file for file in unread if file.suffix.lower() != ".json"}  # such as study.json
             unread = {file for file in unread | files | folders if own.isdisjoint([file, *file.parents])}
@@ -253,7 +253,9 @@ class RunLogs:
             known[name], *more = dict.fromkeys(numbers[name])
             if more:
                 several = " and ".join(f"{number:g}" for number in (known[name], *more))
-                raise InputError(f"{run}: {name} is {several}; rename all but one, e.g. with _ for - before {name}")
+                raise InputError(
+                    f"{run}: {name} is {several}; rename all but one, e.g. replace the - before {name} by _"
+                )
         return [LoggedRow(place, {**known, "step": step, "loss": loss}, run) for step, loss in points]
 
     def numbers(self, run: Path) -> dict[str, list[float]]:

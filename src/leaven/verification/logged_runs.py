@@ -119,7 +119,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
 def _runs_by_size(
     path: Path, logs: RunLogs, value: str
 ) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str]]:
-    """Return the losses by size, value and seed, the columns that give the size, and the names of all columns."""
+    """Return the losses ({size: {value: {seed: loss}}}), the columns that give the size, and all column names."""
     if value.lower() in ("loss", "seed"):
         raise InputError(f"--value {value}: give the column of the swept hyperparameter, e.g. lr")
     used = {*AXES, value, "seed"}
@@ -131,7 +131,7 @@ def _runs_by_size(
             raise InputError(f"{path} has no column {column}; its columns are {', '.join(columns)}{hint}")
     if not axes:
         has = f"no column {' or '.join(AXES)}; its columns are {', '.join(columns)}"
-        raise InputError(f"{path} has {has}; add the size of the runs, e.g. width")
+        raise InputError(f"{path} has {has}; add a column with the size of the runs, e.g. width")
     found: dict[RunScale, dict[float, dict[Hashable, LoggedRow]]] = {}
     for row in rows:
         runs = found.setdefault(_scale_of(row, axes), {}).setdefault(row.above_0(value), {})
@@ -156,9 +156,10 @@ def _runs_by_size(
 
 
 def _rows_of_other_runs(logs: RunLogs, value: str, used: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of tables, and the last row of each run of TensorBoard or W&B.
+    """Return all rows of tables, and only the last row of each run of TensorBoard or W&B.
 
-    Raise InputError if two such runs are copies, or if one is shorter than others of its size.
+    Raise InputError if two TensorBoard or W&B runs are copies, or if a run that has not diverged ends at an earlier
+    step than another one of the same size.
     """
     rows, ends, curves = list[LoggedRow](), list[LoggedRow](), dict[Hashable, str]()
     for file in logs.others:
@@ -183,7 +184,7 @@ def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: 
     numbers of tokens. Diverged runs, which end early, are left out.
     """
     names = sorted(RUN_NAMES & {column for row in rows for column in row.values})
-    hint = "keep only the last row of each run; if they are runs, add the column seed or name"
+    hint = "keep only the last row of each run; if each row is a run, add the column seed or name"
     lengths, runs = dict[Hashable, set[float]](), dict[Hashable, tuple[float, LoggedRow]]()
     others = [axis for axis in axes if axis != "tokens"]
     for row in [row for row in rows if math.isfinite(row.loss())]:
@@ -246,8 +247,8 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
     if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
-            f"{row.place} repeats the loss of {first.place}, and at this size, every value with several runs has "
-            "such a repeated loss; these runs are probably copies: remove them, or write losses with more digits"
+            f"{row.place} repeats the loss of {first.place}, and at this size, a loss is repeated at every value "
+            "that has several runs, so these are probably copies; remove the copies, or write losses with more digits"
         )
 
 
@@ -315,9 +316,9 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[str]]:
-    """Return (loss curves by size, names of unused data). Raise InputError as :func:`curves_of`.
+    """Return (loss curves by size, names of unused columns and of unused numbers in the paths of runs).
 
-    The unused data are columns, and numbers in the paths of runs, that the check does not use.
+    Raise InputError as :func:`curves_of` does.
     """
     if logs.own:
         return _curves_of_own_runs(logs.own), []
@@ -375,8 +376,8 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
         unused.update(logs.unused_numbers(CURVE_COLUMNS))
     elif len(found) > 1 and (unnamed := [name for name in found if size_in(name) is None]):
         raise InputError(
-            f"{path}: the name {unnamed[0]} must have one number, which is the size; rename it, e.g. 50m, or add a "
-            "column width"
+            f"{path}: the name {unnamed[0]} must have one number, the size; rename it, e.g. to 50m, or add a column "
+            "called width"
         )
     for name, rows in firsts.items():
         _refuse_one_run(rows, name, logs.loss)
@@ -434,7 +435,7 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
     else:
         if at == furthest:
             return list(run.items())
-    hint = "write each run into a file of its own, in the order of time, or add the column seed"
+    hint = f"write each run into its own file, with its rows sorted by {time}, or add the column seed"
     raise InputError(
         f"{row.place}: {time} {at:g} comes after {furthest:g}, so these may be two runs; "
         f"{'move the file of one of them elsewhere' if one_run else hint}"
@@ -444,8 +445,9 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
     """Return the size, recipe and folder of each run. A size includes the batch and the duration, both in tokens.
 
-    Raise InputError if files of a run were changed or lost, if ``--rewind-to`` changed a run's recipe, or if the runs
-    have different texts. Also raise it if recipes of the same size differ in a key that is not in ``free``.
+    Raise InputError if files of a run were changed or lost, if ``--rewind-to`` changed a run's recipe, if
+    ``--skip-tokens`` left out text, or if the runs have different texts. Also raise it if recipes of the same size
+    differ in a key that is not in ``free``.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}

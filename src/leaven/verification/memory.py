@@ -127,8 +127,8 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with its dry run.
 
-    Only the totals get a verdict. A part, such as the gradients, has its largest size in the plan, but its size at
-    the peak of the total in the dry run.
+    Only the totals get a verdict. The parts, such as the gradients, are not measured alike: the plan has the largest
+    size of each part, and the dry run has the size at the moment when total memory is largest.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

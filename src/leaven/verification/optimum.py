@@ -51,7 +51,7 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """Standard deviation of the loss over seeds, near the best value. None if each value has one run."""
+        """Standard deviation of the loss over seeds, near the best value. None if each value there has one run."""
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
         if not any(freedom):
@@ -184,8 +184,8 @@ def estimate(
     (97.5% quantile of the normal distribution). The interval is None if a grid has no residuals, for example with one
     run for each value.
 
-    Set ``paired`` only if ``of`` depends on nothing but differences of losses within each grid. Then the mean effect
-    of a seed does not count as noise.
+    With ``paired``, the mean effect of a seed does not count as noise. This is valid if ``of`` depends only on
+    differences of losses within each grid.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -72,10 +72,10 @@ class RunStore:
         self._resources.close()
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
-        """Run the trials without a result, the longest first. Return a function from a trial to its outcome.
+        """Run the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
 
         Raise InputError if the folder is unusable, if its runs were trained on another text, or if a run's process
-        dies twice. Raise ChecksStopped if ``stop`` returned true before all runs had ended and were saved.
+        dies twice. Raise ChecksStopped if the store's ``stop`` returned true before all results were saved.
         """
         wanted = {trial.key: trial for trial in trials}
         first, pool = self._pool is None, self._open()
@@ -150,7 +150,10 @@ class RunStore:
             except OSError as error:
                 if not self._waits:
                     why = error.strerror or error
-                    self._note(f"caution: {self.folder / LINES}: {why}; finished runs wait until it can be written")
+                    self._note(
+                        f"caution: {self.folder / LINES}: {why}; finished runs stay in memory until the file can be "
+                        "written"
+                    )
                 self._waits = True
                 return False
             self._unsaved.popleft()

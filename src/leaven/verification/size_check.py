@@ -24,7 +24,7 @@ from leaven.verification.small_models import (
 )
 from leaven.verification.verdict import curve, geometric_mean, slope, verdict
 
-WHY_NO_CHANGE = "  <- an lr of 0, or no gradient within these steps?"
+WHY_NO_CHANGE = "  <- is the lr 0, or the gradient 0 in these steps?"
 NOT_FINITE = "not finite: lower the lr?"
 
 Measured = TypeVar("Measured")  # the measurements that a check makes of one module or parameter in one run

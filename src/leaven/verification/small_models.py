@@ -104,7 +104,7 @@ def _proportions(shape: ModelShape) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CheckStart:
-    """Settings of a short check's models."""
+    """Settings with which the small models of a check behave like large models."""
 
     hidden: float  # standard deviation of hidden weights, times sqrt(width)
     residual: float  # multiplier of the residual branches

@@ -83,9 +83,9 @@ def sweep(
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
     """Run or resume a sweep. Return its document and the losses at each trained scale.
 
-    The first scale is the base. ``grid`` has the values at the base. For a user's factory, it has factors on
-    the factory's own value. Raise InputError with fewer than two scales or three values, or if a scale or
-    the folder cannot be used. Raise ChecksStopped if the runs were stopped.
+    The first scale is the base. ``grid`` has the values to try at the base. If ``family`` is made by a user's
+    factory function, these are multiples of the factory's own value. Raise InputError for fewer than two scales or
+    three values, or if a scale or the folder cannot be used. Raise ChecksStopped if the runs were stopped.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
@@ -128,7 +128,7 @@ def compare(
     return verdict(
         check,
         subject,
-        f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
+        f"shift of the best {swept.label}, in octaves; regret with the base's best {swept.label}, in nats per token",
         [_row(swept, names[base], losses[base], names[scale], losses.get(scale)) for scale in others],
         curves=list(_curves(swept, losses, names)),
         settings={
@@ -219,11 +219,11 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return a row for each axis, with the measured and the rule's exponent of the best value. Axes with fewer than
-    two scales, or with a scale without an optimum, are left out.
+    """Return a row for each axis with two exponents of the best value over the axis: the measured and the rule's.
 
-    The values of a grid are relative to the rule. So the fit gives the rule's error. The measured exponent is this
-    error plus the rule's exponent.
+    Axes with fewer than two scales, or with a scale without an optimum, are left out. The values of a grid are
+    relative to the rule, so a fit to them gives the error of the rule's exponent. The measured exponent is the rule's
+    exponent plus this error.
     """
     found = []
     for axis in AXES:
@@ -312,7 +312,7 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
     # Outside the target's grid the regret is extrapolated, and runs may diverge there.
     inside = bool(target.octaves[0] <= base.optimum() <= target.octaves[-1])
     beyond = max(abs(octaves.value) - limit, 0.0)
-    cost = f"the base's best value costs {regret.value:.2g} nats"
+    cost = f"with the base's best {label}, the loss of {name} is {regret.value:.2g} nats above its minimum"
     failure, doubt = "", ""  # why the row fails, and why it is undecided
     if target.edge and not base.edge and inside and octaves.low is not None and cheapest > REGRET_LIMIT:
         # If there is a better value beyond the edge, the regret is even larger.

@@ -1,6 +1,6 @@
 """Render the page of the published runs: peak lr, batch size, tokens and init std against model size.
 
-A lineage is a group of runs that copied one another's learning rate.
+Colours show the largest lineages: groups of runs that copied one another's learning rate.
 """
 
 import math

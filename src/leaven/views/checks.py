@@ -109,8 +109,9 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     settings = check.settings
     if axis == "bookkeeping":
         return (
-            "exponents that must be 0, computed from the optimizer's settings without training. Each is the worst "
-            "over width, depth, both, batch and tokens. The exponent of lr is the worst over batch and tokens alone"
+            "exponents with which the optimizer's settings change with the scale, computed without training. Each is "
+            "the worst over width, depth, width and depth together, batch and tokens; that of lr only over batch and "
+            "tokens. The correct exponent is usually 0; for lr, it is 0.5 over batch and -0.5 to 0 over tokens"
         )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
     against = f" against {axis}" if check.check in SLOPES else ""
@@ -120,9 +121,9 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     if check.check in SWEEPS:
         nats = f"{REGRET_LIMIT:g} nats"
         return (
-            f"{check.quantity} ({seeds}; 95% intervals). A row passes if the upper end of its regret is at most "
-            f"{nats}. It also passes if the lower end is at most {nats} and both ends of its shift are within "
-            f"{limit} octaves"
+            f"{check.quantity} ({seeds}; 95% intervals). A row passes if the upper end of its regret interval is "
+            f"at most {nats}. It also passes if the lower end is at most {nats} and both ends of its shift interval "
+            f"are within {limit} octaves"
         )
     return f"{check.quantity}{against} (limit {limit}; {steps}{seeds})"
 

@@ -141,7 +141,7 @@ def demo_plan(demo: DemoDocument, runs: int) -> Iterator[str]:
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """Yield a finished demo's tables of losses, its result, its time and the file of its page."""
+    """Yield the loss tables, the result and the time of a finished demo, and the path of the HTML page."""
     yield "loss, nats per token (*: the lowest loss of a row)"
     yield loss_table(demo)
     yield ""

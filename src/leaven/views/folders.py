@@ -192,8 +192,8 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seconds_of(steps: Sequence[dict[str, Any]]) -> float | None:
-    """Return the seconds of the steps that no rollback has undone, or None if no step has a speed. Unlike times of
-    events, they do not depend on a clock that is set."""
+    """Return the sum of the steps' seconds, or None if no step has a speed. Unlike the times of events, the sum does
+    not change if the system clock is set."""
     timed = [step for step in steps if step.get("batch_tokens") and step.get("tokens_per_second")]
     return float(sum(step["batch_tokens"] / step["tokens_per_second"] for step in timed)) if timed else None
 

@@ -73,7 +73,7 @@ def published_range(plan: PlanDocument) -> list[str]:
             instead,
         ]
     most = sorted(rows, key=lambda row: -row.rows)[:3]
-    codes = [f"x{row.low:.2f} to x{row.high:.2f} of the planned time: {row.code} ({row.rows} rows)" for row in most]
+    codes = [f"x{row.low:.2f} to x{row.high:.2f} of the planned time: {row.code} ({row.rows} runs)" for row in most]
     return [f"{low} to {high} a step, judging by published runs on {device} boards", *codes, instead]
 
 

@@ -25,7 +25,7 @@ HUES = {
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colour of each drawn part of memory. ``stages`` maps part to GiB, for each rank."""
+    """Return {part of memory: colour} for the drawn parts. ``stages`` has a {part: GiB} for each pipeline rank."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= numbers.LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
@@ -211,5 +211,5 @@ def _hover(each: CandidateRow) -> str:
     parts = str(Arrangement.read(each.layout)).split(" · ")
     rows = [" · ".join(parts[n : n + 4]) for n in range(0, len(parts), 4)]
     if not each.trained:
-        rows.append("planned and exported, not trained by leaven")
+        rows.append("leaven can plan and export this layout, but not train with it")
     return "<br>".join([f"{numbers.duration(each.step_seconds)} a step, {each.gib:.1f} GiB", *rows])

@@ -32,7 +32,7 @@ class FormField:
 def plan_page(
     plan: ClusterPlan, document: PlanDocument, name: str, command: str, form: Sequence[FormField] = ()
 ) -> str:
-    """Return the HTML page of a plan. ``document`` is the document of ``plan``.
+    """Return the HTML page of a plan. ``document`` is the result of ``plan.document()``.
 
     ``name`` is the title, and ``command`` prints the plan. ``form`` has the input fields that ``leaven serve`` shows.
     """

@@ -98,7 +98,7 @@ def result(state: StudyDocument) -> list[str]:
         lines.append(f"the mean of {best.fresh} trials with fresh seeds, which were not used to choose these values")
     if state.coordinates and not state.moved:
         tried = any(each.importance for each in state.coordinates)
-        reason = "nothing was found that is known to be better" if tried else "nothing else was run"
+        reason = "no point is known to be better" if tried else "nothing else was run"
         lines.append(f"the start itself: {reason}")
     if gain is not None and noise:
         few = f" (estimated from only {repeats(state)})" if state.noise_runs < SURE else ""
@@ -118,7 +118,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     """Return lines about what a study found besides the best values. ``budget`` is the allowed number of trials."""
     facts = _fewest_changes(state, state.fewest_octaves) if state.moved and state.fewest_octaves is not None else []
     if failed := state.count("failed"):
-        facts.append(("failed", f"{failed} of {state.ended} trials, which gave no result at any attempt"))
+        facts.append(("failed", f"{failed} of {state.ended} trials: no attempt gave a result"))
     for each in state.coordinates:
         if each.at_end:
             wider = _wider(state.dimension(each.path), each.best)
@@ -138,7 +138,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
         facts += outlook_facts(state.outlook, state.noise_floor)
     if state.stalled:
         ended = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
-        facts.append(("stopped", f"after {ended} trials: the last rounds gained less than the noise"))
+        facts.append(("stopped", f"after {ended} trials, because the last rounds gained less than the noise"))
     return facts
 
 
@@ -149,7 +149,7 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
     far = sum(abs(x) for path, x in moved.items() if state.dimension(path).unit == "octave")
     changes = (
-        f"{len(moved)} of {len(state.octaves)} changed, {far:.1f} octaves in all"
+        f"{len(moved)} of {len(state.octaves)} changed, by {far:.1f} octaves in total"
         if moved
         else "none changed: the start"
     )

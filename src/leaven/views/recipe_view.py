@@ -25,9 +25,11 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return the table line of the parameter ``name``. ``rows`` has its row in each layer.
-        The line has one cell for each quantity, such as lr: (range over the layers of ``beside``, range over the
-        layers of ``recipe``, reason). The first range is None if ``beside`` does not have the parameter."""
+        """Return the table line of the parameter ``name``. ``rows`` has one row for each layer.
+
+        The line has a cell for each quantity, such as lr: (range over the layers of the other recipe, range over the
+        layers of this recipe, reason). The first range is None if no other recipe has the parameter.
+        """
         first, base = rows[0], others.get(name, [])
         cells = [
             (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
@@ -87,8 +89,7 @@ def octaves_shown(factors: Sequence[float]) -> int:
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the CSS colour of a factor. A factor of 1 is neutral. A factor ``reach`` octaves above or below 1, or
-    more, has the strongest colour. A factor of 0 is neutral, too."""
+    """Return the CSS colour of a factor: neutral for 1 and 0, strongest at ``reach`` octaves from 1 and beyond."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)

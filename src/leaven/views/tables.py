@@ -35,8 +35,8 @@ class Column:
 class Table:
     """A table whose rows are known before it is printed.
 
-    If the table is too wide for the terminal, it first drops optional columns (``Column.drop``), then
-    narrows gaps. Then columns with the same number in all rows move below it.
+    If the table is too wide for the terminal, it drops optional columns (``Column.drop``), then narrows the gaps
+    between columns. Last, it replaces columns that have the same number in all rows by a line below the table.
     """
 
     columns: Sequence[Column]

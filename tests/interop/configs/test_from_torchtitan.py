@@ -384,7 +384,7 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
     fault(model["norm"], "eps", "tiny", "not a file of torchtitan 0.3")
     fault(document["model_spec"], "model", {}, "not a file of torchtitan 0.3")
     fault(document["model_spec"], "name", ["x"], "model_spec.name ['x']: leaven reads llama3 and qwen3")
-    with refused("--ranks 3: ", "is for 1 processes"):
+    with refused("--ranks 3: ", "need 1 processes"):
         imported(tmp_path, document, ranks=3)
     with refused("leaven does not run Python files; run torchtitan with --debug.save_config_file"):
         imported(tmp_path, "", name="x.py")

@@ -107,7 +107,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1", "leaven does not have experts that drop tokens"),
         (
             f"{EXPERTS} --moe-layer-freq 2",
-            "supports only layers without experts before all layers with experts, such as",
+            "supports only patterns in which the layers without experts come first, such as",
         ),
         (f"{EXPERTS} --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 48", "only multiples of"),
         (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "sinkhorn: leaven supports only seq_aux_loss,"),
@@ -140,7 +140,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "or a pattern of 2 layers"),
         ("--num-layers 1000000000 --window-size 3,0", "--num-layers: leaven supports at most 2,000 layers"),
         (f"{EXPERTS} --num-layers 1000000000 --moe-layer-freq '([0]*1+[1]*999999)*1000'", "at most 2,000 layers"),
-        (f"{EXPERTS} --moe-layer-freq '([0]*1+[{'1,' * 50_000}1]*999999)*999999'", "before all layers with experts"),
+        (f"{EXPERTS} --moe-layer-freq '([0]*1+[{'1,' * 50_000}1]*999999)*999999'", "without experts come first"),
     ],
 )
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
@@ -195,7 +195,7 @@ def test_a_warmup_flag_of_0_leaves_the_other_one(flags: str, steps: int, why: st
 def test_a_warmup_without_batch_or_duration_is_listed(flags: str, needs: str) -> None:
     found = from_megatron.read(f"{MINIMAL} {flags}", "args.sh", "x")
     assert found.recipe.schedule.warmup_tokens == 0
-    assert f"schedule.warmup_tokens: 0 is used, as {needs}" in found.unknown
+    assert f"schedule.warmup_tokens: 0 is used, because {needs}" in found.unknown
 
 
 @pytest.mark.parametrize(
@@ -567,7 +567,7 @@ def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     assert (found.recipe.batch.tokens, found.recipe.data.tokens) == (2 * 4 * 128, 100 * 2 * 4 * 128)
     assert found.recipe.hyperparameters.lr == 3e-4
     assert any("gradient_accumulation_steps" in line for line in found.unknown)
-    assert [line.split(",")[0] for line in found.unread] == ["training_args.bin"]
+    assert [line.split(":")[0] for line in found.unread] == ["training_args.bin"]
     assert_trainer_defaults(found)
     folder(
         tmp_path, None, {"max_steps": 7, "learning_rate": 1e-4, "label_smoothing_factor": 0.0, "num_train_epochs": 3}
@@ -611,7 +611,7 @@ KWARGS = {"lr_scheduler_type": "cosine_with_min_lr"}
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr_rate": [1]}}, "min_lr_rate [1] must be a number"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"num_cycles": 1}}, "supports cosine_with_min_lr only with 0.5"),
         (CONFIG, {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 5},
-         "per_device_train_batch_size 5 must be a multiple of the 2 processes"),
+         "per_device_train_batch_size 5 must be a multiple of the number of processes, 2,"),
         (None, {"learning_rate": 1.0}, "no config.json with the shape of a model is there"),
     ],
 )  # fmt: skip

@@ -159,7 +159,7 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return a comparable number: 1 / (1 - beta) for a beta of Adam, else the value itself."""
+    """Return the number that is compared with limits: 1 / (1 - beta) for a beta of Adam, else ``value``."""
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1

@@ -184,8 +184,10 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights. The last matrices of residual branches and weights with a
-        std of 0 are left out. Return 0 if no weight remains."""
+        """Return the median init std of the hidden weights, or 0 if none is left.
+
+        Weights with a std of 0, and the last matrix of each residual branch, are left out.
+        """
         stds: list[float] = [
             row.init_std
             for row in self.rows

@@ -92,7 +92,7 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report the dropout of a recipe. Return None if the run is known to exceed 1.5 epochs.
+    """Add facts about the dropout of published runs. Return None if the run is known to exceed 1.5 epochs.
 
     Dropout prevents memorising, which hardly happens within about one epoch.
     """

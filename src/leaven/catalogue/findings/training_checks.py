@@ -352,8 +352,8 @@ def ramp_length(check: Check, case: Case) -> Check | None:
 
 
 def warm_up(check: Check, case: Case) -> Check:
-    """Check the warm-up's share of the run. 0.1% to 10% is usual. A shorter warm-up of 2,000 or more steps gives at
-    most a note, the mildest finding."""
+    """Check the warm-up's share of the run: 0.1% to 10% is usual. Below 0.1%, a warm-up of 2,000 steps or more gives
+    only a note."""
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
     shortest = 0.0 if taken >= _STEPS_OF_WARMUP else 0.001

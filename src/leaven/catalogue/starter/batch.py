@@ -150,7 +150,9 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
         if growth := repeated_growth(run, at.tokens, batch, ranks * seq_len):
             for path, value in flatten({"batch": growth}).items():
                 draft.decide(path, value, "growth of the reference")
-            sizes = [f"{format_quantity(size)} from {format_quantity(begin)}" for begin, size in draft.batches.sizes]
+            sizes = [
+                f"{format_quantity(size)} from {format_quantity(begin)} tokens" for begin, size in draft.batches.sizes
+            ]
             first_and_last = sizes if len(sizes) <= 4 else [sizes[0], "...", sizes[-1]]
             steps = draft.batches.first_step_at(at.tokens)
             draft.step("ramp", near.sources([run.id]), "growth of the reference", sizes=first_and_last, steps=steps)

@@ -74,9 +74,9 @@ class StarterRequest:
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Estimate how many of ``params`` parameters a token uses: all if ``experts`` is None (a dense model).
 
-    ``experts`` is (experts of a layer, experts that a token uses). In each block, a token is assumed to use 4
-    d_model^2 parameters of the attention, and 3 w d_model of its experts, whose total width is w. Published mixtures
-    of similar size give w / d_model and the number of shared experts.
+    ``experts`` is (experts of a layer, experts that a token uses). In each block, a token is assumed to use
+    4 d_model^2 attention parameters and 3 w d_model expert parameters, where w is the total width of its experts.
+    Published mixtures of similar size give w / d_model and the number of shared experts.
     """
     if experts is None:
         return params
@@ -226,7 +226,7 @@ class StarterDraft:
         self.why[path] = sentence("reasons", message or path, self._open[path])
 
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
-        """Set the value at ``path``, and finish the step ``title`` (:meth:`step`) with the sources of ``evidence``.
+        """Set the value at ``path``, and add the step ``title`` (:meth:`step`) with the sources of ``evidence``.
 
         The value's reason and the step's text are templates named ``message``, filled in with ``evidence`` and
         ``facts``.
@@ -236,7 +236,7 @@ class StarterDraft:
         self.step(title, evidence.sources, message)
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Finish a step named ``title`` with all values decided since the previous step.
+        """Add a step named ``title`` to :attr:`steps`, with all values decided since the previous step.
 
         The step's text is the template ``message`` (or else ``title``), filled in with ``facts`` and the recipe
         so far.

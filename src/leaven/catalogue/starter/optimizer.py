@@ -46,7 +46,7 @@ def batch_factor(batch: int, published: int | None) -> float:
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
     """Return the lrs of laws and of published runs, converted to the model size and ``batch`` of the new recipe.
 
-    If ``--from`` names a reference run, its unconverted lr replaces those of all published runs.
+    If ``--from`` names a run with a known lr, this lr is used without conversion instead of all published lrs.
     """
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}

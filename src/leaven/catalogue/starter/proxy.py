@@ -22,7 +22,8 @@ SMALLEST = 50_000_000
 """Parameters of the smallest proxy with published evidence: values tuned at 50 M were used at 7.2 B, and the best lr
 at 58 M "costs a little" if used at 483 M (arXiv 2512.22382, read in notes about the paper)."""
 SAFE = 136_000_000
-"""Parameters of a model whose best lr was also the best at 483 M (same source). Larger proxies are not needed."""
+"""Parameters of a model that had the same best lr as a model with 483 M (arXiv 2512.22382, read in the same notes).
+Larger proxies are not needed."""
 SMALL_FACTOR = 32
 """Largest ratio of target to proxy, in parameters, if fewer than `ENOUGH_LINEAGES` lineages (groups of published
 runs) are near the target's size. In leaven's own measurement, values per module tuned at 0.2 M parameters gained
@@ -42,8 +43,9 @@ change the number of steps too much."""
 SHARE = 0.10
 """A search should cost at most this share of the target run."""
 WORTH = 0.24
-"""Largest known gain from tuning, as a share of the run: at 7.2 B, tuning lowered the loss as much as 1.32 times the
-tokens, and 1 - 1 / 1.32 = 0.24 (arXiv 2512.22382). In leaven's own measurement the factor was 1.09 (docs/log.md)."""
+"""Largest known gain from tuning, as a share of the training tokens: at 7.2 B parameters, tuning lowered the loss as
+much as training on 1.32 times the tokens, which saves 1 - 1 / 1.32 = 0.24 (arXiv 2512.22382). In leaven's own
+measurement the factor was 1.09 (docs/log.md)."""
 NEAR = 1.25
 """Largest factor between the size of a proxy that the user requests and the nearest possible size."""
 ENOUGH_LINEAGES = 3

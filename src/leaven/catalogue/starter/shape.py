@@ -80,7 +80,7 @@ class Proportions(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Return the step of d_model. At multiples of it, n_heads is whole and a multiple of n_kv_heads."""
+        """Return the smallest valid d_model. At its multiples, n_heads is whole and a multiple of n_kv_heads."""
         return (Fraction(self.d_head * (self.n_kv_heads or self.group)) / self.attention).numerator
 
 
@@ -146,8 +146,10 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None, d_expert: int | None = None) -> dict[str, Any]:
-    """Return the fields ``d_ff`` and, with experts, ``experts``. ``width`` is the total width of the MLPs a
-    token uses."""
+    """Return the model field ``d_ff``, and for a mixture of experts also the field ``experts``.
+
+    ``width`` is the total width of the MLPs that a token uses.
+    """
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -157,7 +159,10 @@ def _mlp(width: int, experts: Mapping[str, Any] | None, d_expert: int | None = N
 
 
 def _experts_of(request: StarterRequest, run: PublishedRun | None) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, or None for a dense model. ``run`` is the reference."""
+    """Return the fields of :class:`Experts` except d_expert, or None for a dense model.
+
+    Values of the reference run ``run`` are used where they are known.
+    """
     if request.experts is None:
         return None
     number, active = request.experts

@@ -197,7 +197,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
     """Write precision, scaling rule and ``scaling.base`` to the draft.
 
-    The shape in ``scaling.base`` is that of the reference run ``at.reference``. If it is unknown, it is that of
+    The shape in ``scaling.base`` comes from the reference run ``at.reference`` if its shape is known, otherwise from
     ``base``.
     """
     model, run, shape = at.model, at.reference, base.size.model

@@ -1,8 +1,8 @@
-"""Compares a recipe's parameter table with the settings of another trainer (an export target).
+"""Compare a recipe's parameter table with the settings of another trainer (an export target).
 
-Settings that differ are lost in the export. Before the comparison, output multipliers are folded into other
-settings, except those of tied embeddings. To fold a multiplier c of a matrix W: the matrix c W trains like W with
-the multiplier, if lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is
+Settings that differ are lost in the export. Before the comparison, all output multipliers except that of tied
+embeddings are folded into other settings. A matrix W with multiplier c becomes the matrix c W without a multiplier.
+Both train alike if lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is
 part of the gradient, and is divided by c^2.
 """
 
@@ -77,7 +77,10 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings, by parameter name, of a model without multipliers that trains alike, apart from clipping."""
+        """The settings, by parameter name, of a model without multipliers that trains like the recipe's model.
+
+        Only gradient clipping differs.
+        """
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -113,8 +116,8 @@ class ResolvedRecipe:
             sequences = tokens // recipe.model.seq_len
             if sequences % dp:
                 raise InputError(
-                    f"a batch of {sequences} sequences does not divide over {dp} data-parallel ranks, as every "
-                    "target requires; set layout.dp to a divisor of the batch"
+                    f"a batch of {sequences} sequences does not divide over {dp} data-parallel ranks, but every "
+                    "target requires this; set layout.dp to a divisor of the number of sequences"
                 )
             share = math.gcd(share, sequences // dp)
         return max(size for size in range(1, 1 + (1 if wanted == "auto" else wanted)) if share % size == 0)
@@ -231,7 +234,7 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
         if value not in held:
             changes[key] = None if held[0] == "d_model" else held[0]
             names = [json.dumps(each) if isinstance(each, bool) else f"{each}" for each in held]
-            why = f"would be {names[0]}: {target} has {' or '.join(names)} only"
+            why = f"would be {names[0]}: {target} supports only {' or '.join(names)}"
             losses.append(LossRow(key=f"model.{key}", value=value, why=why))
     if "d_attention" in changes:
         if shape.d_model % shape.n_heads:

@@ -114,7 +114,7 @@ class Draft:
                 if len(set(values)) > 1:
                     low, high = min(values), max(values)
                     self.unread.append(
-                        f"{quantity} of {module}, {low:g} to {high:g} over depth: block 0 gives the value"
+                        f"{quantity} of {module}, {low:g} to {high:g} over depth: the value of block 0 is used"
                     )
                 if first != base:
                     if quantity.startswith("beta") and not (0 < first < 1 and 0 < base < 1):
@@ -214,8 +214,8 @@ class Settings:
             return value or {}
         if value is None and name in self.unset:
             raise InputError(
-                f"{label} is {self.unset[name]}, which is unknown until the script runs; write the number, or echo "
-                "before the training command, and import the line that it then prints"
+                f"{label} is {self.unset[name]}, which is unknown until the script runs; write the number; or write "
+                "echo before the training command, run the script, and import the line that it prints"
             )
         if value is None:
             raise InputError(f"{label} is missing, and a recipe needs it; add it")

@@ -108,7 +108,7 @@ def export(name: str, recipe: Recipe) -> Export:
     known: dict[str, Any] = _context(to, run, shape, chosen)
     common = tomllib.loads((HERE / "targets/common.toml").read_text(encoding="utf-8"))
     if recipe.hyperparameters.optimizer == "muon":
-        why = "would be adamw for all parameters, with hyperparameters.lr; tune it for AdamW before you train"
+        why = "would be adamw for all parameters; tune hyperparameters.lr for AdamW before you train"
         losses.append(LossRow(key="hyperparameters.optimizer", value="muon", why=why))
     losses += unlike + [LossRow(**row) for row in _texts((*common["lost"], *to.lost), known)]
     notes = [row["text"] for row in _texts((*common["notes"], *to.notes), known)]

@@ -128,7 +128,7 @@ def _sizes(given: Settings) -> None:
         groups = given["num-query-groups"] if own_groups else 1
         draft.set("model.n_kv_heads", groups, f"{given.why('num-query-groups')}, with --group-query-attention")
     else:
-        draft.set("model.n_kv_heads", heads, "--num-attention-heads: no --group-query-attention")
+        draft.set("model.n_kv_heads", heads, "--num-attention-heads, without --group-query-attention")
         if "num-query-groups" in given:
             draft.unread.append("--num-query-groups: Megatron reads it only with --group-query-attention")
 
@@ -194,13 +194,11 @@ def _positions(given: Settings) -> None:
     if rows == given["seq-length"]:
         given.put("model.seq_len", rows, "seq-length", "max-position-embeddings")
     elif not rotary:
-        given.draft.unread.append(
-            f"--max-position-embeddings {rows:,}: leaven has a position for each of --seq-length"
-        )
+        given.draft.unread.append(f"--max-position-embeddings {rows:,}: leaven has as many positions as --seq-length")
 
 
 def _documents(given: Settings) -> None:
-    """Set whether documents are isolated in ``given.draft``."""
+    """Set in ``given.draft`` whether documents are isolated."""
     draft, flags = given.draft, ("reset-attention-mask", "reset-position-ids")
     alone = [flag for flag in flags if flag in given]
     if len(alone) == 2:
@@ -321,8 +319,8 @@ def _dense_layers(given: Settings) -> int:
     pattern = _pattern(written, layers)
     if not re.fullmatch("0*1+", pattern):
         raise InputError(
-            f"{given.origin}: --moe-layer-freq {written}: leaven supports only layers without experts before all "
-            f"layers with experts, such as ([0]*1+[1]*{layers - 1})"
+            f"{given.origin}: --moe-layer-freq {written}: leaven supports only patterns in which the layers "
+            f"without experts come first, such as ([0]*1+[1]*{layers - 1})"
         )
     return pattern.count("0")
 
@@ -433,7 +431,7 @@ def _schedule(given: Settings, length: int) -> None:
     given.put("schedule.warmup_tokens", warmup or 0, *(counting[:1] or flags))
     if counting and warmup is None:
         need = "number of training steps" if counting[0] == "lr-warmup-fraction" else "--global-batch-size"
-        draft.unknown.append(f"schedule.warmup_tokens: 0 is used, as --{counting[0]} needs the {need}")
+        draft.unknown.append(f"schedule.warmup_tokens: 0 is used, because --{counting[0]} needs the {need}")
     if draft.values["schedule.decay"] != "wsd":
         return
     if given["lr-wsd-decay-style"] != "minus_sqrt":

@@ -321,7 +321,9 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
     if ranks is not None:
         if ranks % (each * replicas) or (shards > 0 and ranks != each * dp):
             some = "a multiple of " if shards < 0 else ""
-            raise InputError(f"--ranks {ranks}: {draft.origin} is for {some}{each * dp} processes")
+            raise InputError(
+                f"--ranks {ranks}: the parallel degrees in {draft.origin} need {some}{each * dp} processes"
+            )
         dp, why = ranks // each, f"--ranks {ranks} / (tp x pp x cp)"
     elif shards < 0:
         draft.unknown.append(f"layout.dp: {dp} is used; give the number of processes with --ranks N")

@@ -34,8 +34,8 @@ GIVEN.remove("hyperparameters.lr")
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     """Convert a folder with config.json, and usually training_args.json, to a recipe called ``name``.
 
-    ``path``: the folder or one of these files. ``ranks``: number of processes. By default, it is the dp that
-    config.json states if leaven exported it, else 1.
+    ``path``: the folder or one of these files. ``ranks``: number of processes. Default: ``leaven.dp`` in config.json,
+    which leaven's exports have, or 1.
     """
     config_path, arguments_path = _paths(path)
     draft = Draft(str(path))
@@ -47,8 +47,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
     if architecture.factors(shape, model.config):
-        why = "leaven has none, so a new run starts from other values"
-        draft.unread.append(f"factors of {architecture.name} on the embedding or the logits: {why}")
+        why = "leaven's models have none, so a new run has other initial values"
+        draft.unread.append(f"factors by which {architecture.name} multiplies the embedding or the logits: {why}")
     without = f"the bias on the logits that {architecture.name} also trains: leaven's models have none"
     draft.unread += [without] * architecture.logits_bias
     if model.further_tokens:
@@ -80,7 +80,9 @@ def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None
         )
     state_path, pickle_path = model.folder / STATE, model.folder / PICKLE
     if arguments_path is None and pickle_path.exists():
-        draft.unread.append(f"{PICKLE}, a pickle: write trainer.args.to_json_string() to {ARGUMENTS} beside it")
+        draft.unread.append(
+            f"{PICKLE}: leaven reads no pickles; write trainer.args.to_json_string() to {ARGUMENTS} in its folder"
+        )
     by_trainer = arguments_path is not None or state_path.exists() or pickle_path.exists()
     exported = leaven.get("dp") if isinstance(leaven, dict) else None
     if ranks is not None:
@@ -99,7 +101,7 @@ def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None
             _state(draft, shape.seq_len, read_json(state_path), ranks)
         _arguments(draft, shape, {}, ranks)
         defaults = [path for path, why in draft.why.items() if why.startswith(DEFAULT)]
-        draft.unknown.append(f"{', '.join(defaults)}: no {ARGUMENTS} there; the Trainer's defaults are used")
+        draft.unknown.append(f"{', '.join(defaults)}: {ARGUMENTS} is missing, so the Trainer's defaults are used")
     else:
         draft.unknown.append(f"{', '.join(GIVEN)}: leaven's defaults are used")
         draft.why |= dict.fromkeys(GIVEN, f"not in {draft.origin}: leaven's default")
@@ -198,11 +200,11 @@ def _batch(given: Settings, seq_len: int, ranks: int) -> None:
     if accelerate.get("split_batches"):
         if sequences % ranks:
             raise InputError(
-                f"{given.label(field)} {sequences} must be a multiple of the {ranks} processes, because "
-                "accelerator_config.split_batches divides it among them"
+                f"{given.label(field)} {sequences} must be a multiple of the number of processes, {ranks}, "
+                "because accelerator_config.split_batches divides the batch among the processes"
             )
         sequences //= ranks
-        factors += "; split_batches of accelerator_config divides it among the processes"
+        factors += "; accelerator_config.split_batches divides the batch among the processes"
     else:
         factors += f" x {ranks} processes"
     given.put("batch.micro_batch", sequences, field)
@@ -252,13 +254,14 @@ def _schedule(given: Settings) -> None:
         draft.set("schedule.warmup_tokens", 0, why)
     warmup, batch, tokens = (draft.values[key] for key in ("schedule.warmup_tokens", "batch.tokens", "data.tokens"))
     if "timescale" in options and options["timescale"] * batch != warmup:
-        draft.unread.append(f"lr_scheduler_kwargs.timescale {options['timescale']:g}: leaven uses the warm-up")
+        timescale = f"lr_scheduler_kwargs.timescale {options['timescale']:g}"
+        draft.unread.append(f"{timescale}: leaven uses the length of the warm-up instead")
     if schedule["decay"] == "wsd":
         cooldown = options["num_decay_steps"] * batch
         draft.set("schedule.decay_ratio", cooldown / tokens, "num_decay_steps / max_steps")
         if "num_stable_steps" in options and warmup + options["num_stable_steps"] * batch + cooldown != tokens:
             stable = f"lr_scheduler_kwargs.num_stable_steps {options['num_stable_steps']:g}"
-            draft.unread.append(f"{stable}: leaven's cooldown ends with the run")
+            draft.unread.append(f"{stable}: in leaven, the cooldown always ends at the last step")
     units = {"min_lr_rate": 1, "min_lr_ratio": 1, "min_lr": peak, "lr_end": peak}
     floor = next((options[key] / unit for key, unit in units.items() if key in options.table and options[key]), 0.0)
     draft.set("schedule.decay", schedule["decay"], why)

@@ -88,7 +88,7 @@ class _Piece:
 
 
 def _unknown(text: str) -> _Piece:
-    """Return the piece of a word that has an expansion or a placeholder. Messages show its first 30 characters."""
+    """Return a piece for an expansion or a placeholder of unknown value. Messages show its first 30 characters."""
     shown = "\1".join(re.sub("[\0\1]", " ", text[:60]).split())  # \1 is a space at which the word is not split
     return _Piece("\0" + (shown if len(shown) <= 30 else f"{shown[:30]}...") + "\0", quoted=True)
 
@@ -112,7 +112,7 @@ class _Word:
 
     @property
     def assignment(self) -> re.Match[str] | None:
-        """NAME=, NAME+= or NAME[...]= at the begin of the word, and the text after it."""
+        """The match of an assignment NAME=, NAME+= or NAME[...]= at the start of the word, or None."""
         return _ASSIGNMENT.fullmatch(self.pieces[0].text) if self.pieces and not self.pieces[0].quoted else None
 
 
@@ -120,7 +120,7 @@ class Lexer:
     """Splits a script into words and operators, without comments, redirections and here-documents."""
 
     def __init__(self, text: str, origin: str, line: int = 0) -> None:
-        """``line``: the line of the whole script that has this text, if it is after ``eval`` or ``bash -c``."""
+        """``line``: for a text given to ``eval`` or ``bash -c``, the line of this command in the script, else 0."""
         self._text, self._origin, self._line, self._at = text, origin, line, 0
         self.begin, self.line = 0, line or 1  # of the newest token
 
@@ -160,7 +160,8 @@ class Lexer:
         yield ""
 
     def words(self, last: str) -> list[_Word]:
-        """Return the words before the character ``last`` or, if it is "", the words of a list of arguments."""
+        """Return the words before the character ``last``. If ``last`` is "", return all words of the text, and read
+        operators such as ``;`` as parts of words."""
         found = []
         while not self._ended() and (not last or self._text[self._at] != last):
             if self._text[self._at] == "\n":
@@ -311,7 +312,7 @@ class Script:
                 if first.startswith("--") and self._blocks[-1:] != ["esac"]:
                     comment = text[:begin].rstrip().rpartition("\n")[2].lstrip().startswith("#")
                     advice = "remove the comment above" if comment else "end the line before with a backslash"
-                    lexer.refuse(f"{re.split('[^-A-Za-z0-9_]', first)[0]} begins a command; {advice}", begin)
+                    lexer.refuse(f"{re.split('[^-A-Za-z0-9_]', first)[0]} starts a new command; {advice}", begin)
                 self._execute(rest, certain)
                 if token == ")" and (not self._blocks or self._blocks.pop() != ")"):
                     lexer.refuse("unexpected )")
@@ -337,7 +338,10 @@ class Script:
         return []
 
     def _execute(self, words: list[_Word], certain: bool) -> None:
-        """Record what a command assigns, or its arguments if it trains. ``certain``: whether it runs in any case."""
+        """Record the variables that a command assigns, or the arguments of a training command.
+
+        ``certain``: whether the command always runs, and in this shell.
+        """
         command = list(dropwhile(lambda word: word.assignment or word.text in {"command", "builtin"}, words))
         program = command[0].text if command else ""
         for opened in (re.fullmatch(r"\{(\w+)\}", word.text) for word in words):  # as in exec {LOG}>file
@@ -362,7 +366,7 @@ class Script:
             self._run_program(self.fields(command))
 
     def _run_program(self, words: list[str]) -> None:
-        """Read the script after ``eval`` or ``bash -c``, or record the arguments of a command that trains."""
+        """Read the script after ``eval`` or ``bash -c`` in ``words``, or record ``words`` if they start training."""
         if words[:1] == ["eval"]:
             self.run(" ".join(words[1:]))
             if any("\0" in word for word in words):
@@ -380,7 +384,8 @@ class Script:
             self._hidden.update(dict.fromkeys(unknown))
 
     def _assign(self, assigned: re.Match[str], word: _Word, certain: bool) -> None:
-        """Set a variable or, if the assignment is not certain, record that it may be changed or extended."""
+        """Set a variable. If the assignment may not run, or sets an array element, mark the variable as unknown or
+        extended instead."""
         name, index, append, first = assigned.groups()
         is_array, before = word.elements is not None, self._values.get(name)
         if not certain and not index:
@@ -461,5 +466,6 @@ class Script:
         self._read += max(len(text), at_least)
         if self._read > MOST_READ:
             raise InputError(
-                f"{self._origin}: has more than {MOST_READ:,} characters with the values of its variables; {ADVICE}"
+                f"{self._origin}: the script and the inserted values of its variables have more than {MOST_READ:,} "
+                f"characters; {ADVICE}"
             )

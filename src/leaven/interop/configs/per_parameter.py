@@ -112,10 +112,11 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
 
 
 def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate: Megatron with leaven_table.py, which sets each parameter's values.
+    """Yield the only candidate: Megatron with leaven_table.py, which sets values per parameter: lr, betas, eps,
+    weight decay and init.
 
     Megatron stores some matrices as one, such as query, key and value. Each part of such a matrix has its own init
-    std. The whole matrix has the lr, eps and decay of its first part.
+    std. The whole matrix has the lr, betas, eps and decay of its first part.
     """
     if run.recipe.layout.zero > 1:
         raise InputError(

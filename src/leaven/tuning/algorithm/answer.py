@@ -73,8 +73,9 @@ def answer(
 
     Args:
         noise: standard deviation of the loss between seeds; by default measured from the trials.
-        over: whether the search has ended. Before, the answer has a best point only if a final trial has ended.
-        by_surrogate: whether points without fresh seeds are ranked by predicted loss, not by measured loss.
+        over: whether the search has ended. If false, there is a best point only after a final trial (see the top of
+            this file) has ended.
+        by_surrogate: without final trials, rank points by predicted loss, not by measured loss.
         optunas: returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
         earlier: trials of an earlier search, used as prior knowledge.
     """

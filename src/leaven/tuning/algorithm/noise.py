@@ -39,8 +39,8 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
     several seeds, the degrees of freedom are at most the number of seeds minus 1.
 
     Near the divergence boundary, losses of one point vary too much. So with three or more repeated points, a point is
-    left out if its standard deviation is above ``WILD`` times the median over the repeated points. The points with
-    the most trials are always kept, if they have at least three.
+    left out if its standard deviation is above ``WILD`` times the median standard deviation. But the points with the
+    most trials are kept if they have at least three trials.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:

@@ -61,12 +61,12 @@ def coordinates(
     best: Array,
     optunas: Array,
 ) -> tuple[Coordinate, ...]:
-    """Return one :class:`Coordinate` for each searched value, the most important first.
+    """Return one :class:`Coordinate` for each of the D searched values, the most important first.
 
-    The importance of a value is the standard deviation of the loss that is predicted when this value varies as in
-    the trials and all others stay at ``best`` (D,). Importances are scaled to the sum 1. Trials are at ``points`` (n,
-    D) with ``losses`` (n,). Differences of losses below ``floor`` (nats) do not count. ``optunas`` has Optuna's
-    importances (D,).
+    ``now`` is the trust region after trials at ``points`` (n, D) with ``losses`` (n,). The importance of a value is
+    the standard deviation of the predicted loss if this value varies as in the trials and all others stay at
+    ``best`` (D,). Importances are scaled to the sum 1. Differences of losses below ``floor`` (nats) do not count.
+    ``optunas`` has Optuna's importances (D,).
     """
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)

@@ -180,10 +180,10 @@ class Axes:
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return the points not in ``tried`` with the fewest changes to ``params``, or [] if all have been tried.
+        """Return the untried points that need the fewest changes to ``params``, or [] if all points have been tried.
 
-        A change moves a whole number by 1, or a choice to any other level. Every number must be whole, and there
-        must be at least one number. Otherwise, return ``[params]``, tried or not.
+        A change moves a whole number up or down by 1, or sets a choice to another level. If a hyperparameter is
+        continuous, or if all are choices, return ``[params]``, even if it has been tried.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -307,9 +307,9 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the probability of divergence if one value of ``base`` (D,) changes.
+        """Return the probabilities of divergence (D, m) if one value of ``base`` (D,) changes.
 
-        Element (i, j) of the result (D, m): ``base[i]`` becomes ``x[i, j]``.
+        Element (i, j) is the probability if ``x[i, j]`` replaces ``base[i]``.
         """
         return self.risk(_replaced(base, x))
 

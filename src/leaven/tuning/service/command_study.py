@@ -124,7 +124,7 @@ class CommandTrainer:
                 output.close()
         if is_full(self.folder):  # also if the command succeeded: it may have lost the end of its log
             how = outcome if isinstance(outcome, str) else "ended"
-            self.note(f"trial {proposal.number} {how}; the disk of {self.folder} is full, so it runs again")
+            self.note(f"trial {proposal.number} {how}; the disk of {self.folder} is full, so the trial runs again")
             raise TrialReleased
         if isinstance(outcome, str):
             raise self._failure(proposal, folder / OUTPUT, outcome)
@@ -164,7 +164,7 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check the folder in which a trial's command is about to run.
+        """Check the folder for the output of a trial's command, before the command starts.
 
         If it exists and this is no ``retry``, rename it: its trial is not in the store (an Optuna storage). If it is
         gone and this is a ``retry``, tell the user, or raise InputError if the disk seems unmounted.
@@ -275,10 +275,11 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return the losses of a command and the end of its output ("" if the output cannot show a divergence).
+        """Return the losses of a command, and the end of its output ("" without a pattern that shows a divergence).
 
-        If the files cannot be read, wait for them if ``complete``, else return ((), ""). Raise StoreGone after
-        `AWAY_SECONDS` of waiting, and TrialReleased if the search is stopped meanwhile.
+        ``complete`` says whether the command has ended. If its files cannot be read before the end, return ((), "").
+        After the end, wait for them. Raise StoreGone after `AWAY_SECONDS` of waiting, and TrialReleased if the search
+        is stopped meanwhile.
         """
         command, began, warned = self.command, time.monotonic(), False
         while True:
@@ -291,7 +292,7 @@ class CommandTrainer:
                     return (), ""
                 if time.monotonic() - began > AWAY_SECONDS:
                     raise StoreGone(
-                        f"{where} cannot be read ({error.strerror}); run the same command again when its disk is back"
+                        f"{where} cannot be read ({error.strerror}); mount its disk, then run the same command again"
                     ) from None
             if not warned:
                 self.note(f"trial {proposal.number} has ended, but {where} cannot be read; waiting for its disk")
@@ -323,8 +324,8 @@ def _require_same_file(output: BinaryIO, path: Path) -> None:
         if os.path.samestat(os.fstat(output.fileno()), there):
             return
     raise InputError(
-        f"{path} was replaced while its command ran, so its losses were not used; run the same command again "
-        "(possible causes: another study in this folder, an editor, a sync program)"
+        f"{path} was replaced while the trial's command ran, so the losses of this trial were not used; run the same "
+        "leaven command again (possible causes: another study in this folder, an editor, a sync program)"
     )
 
 

@@ -121,8 +121,8 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
         raise InputError(
             f"{file}: {'the last' if wrong is unread else 'a'} loss is {wrong['loss'][:60] or 'empty'}, which is not "
             f"a complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan, or "
-            "correct loss.pattern: write into it what follows the number, as in {loss}nats, and the text directly "
-            "before the number (not .*), so that no other line matches"
+            "change loss.pattern so that no other line matches: write the text directly before the number (not .*), "
+            "and the text directly after it, as in {loss}nats"
         )
 
 

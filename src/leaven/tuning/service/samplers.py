@@ -136,13 +136,13 @@ class SeededSampler(BaseSampler):
 
 
 def job_index(trial: FrozenTrial) -> int:
-    """Return N if the trial has a job ``search:N``, else the trial's number."""
+    """Return N if the trial's user attribute ``job`` is ``search:N``, else the trial's number."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest distance from the start to a bound over all values, in units of each value's scale."""
+    """Return the largest distance from the start to a bound of a searched value, in units of the value's scale."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 

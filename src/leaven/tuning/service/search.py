@@ -220,8 +220,8 @@ def _limits(limits: Any) -> Any:
         low = high = math.nan
     if not -OCTAVES <= low < high <= OCTAVES:
         raise ValueError(
-            f"give the lowest and the highest log2 multiplier, within {-OCTAVES:g} and {OCTAVES:g}, such as (-3, 3); "
-            "for a choice of n levels, give range(n)"
+            f"give the lowest and the highest log2 multiplier, between {-OCTAVES:g} and {OCTAVES:g}, such as (-3, 3);"
+            " for a choice of n levels, give range(n)"
         )
     return low, high
 

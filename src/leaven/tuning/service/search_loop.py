@@ -251,15 +251,15 @@ class SearchLoop:
                     self._ended.append(proposal.number)
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
-        """Give the failed trials of ``calls`` another attempt, except trials that were given back before.
+        """Allow one more attempt for the failed trials of ``calls``, but only once per trial.
 
-        If ``fails`` and any trial was given back, end the search with an InputError.
+        If ``fails`` and any trial gets another attempt, end the search with an InputError.
         """
         numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self.stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
                 f"{len(calls)} attempts in a row failed on this machine: {self._failure}; correct the cause, and run "
-                "the same command again, which repeats their trials"
+                "the same command again to repeat the failed trials"
             )
         self._failed.clear()
         self._of_workers.clear()

@@ -82,7 +82,7 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as "100 trials". Each final trial stores it as ``final_of``."""
+        """The limits as text, such as "100 trials". Final trials store this text as ``StoredTrial.final_of``."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -366,7 +366,7 @@ class SearchPlan:
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
     def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
-        """Return (the noise or None, its degrees of freedom)."""
+        """Return the noise between seeds, or None if unknown, and its degrees of freedom."""
         return noise_between_seeds(trials, list(self.axes.start), self.noise)
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
@@ -381,10 +381,10 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the curve and loss of the best completed trial. Pruning compares a new trial at ``point`` with
-        them. Return None if the new trial must not be pruned.
+        """Return the curve and loss of the best completed trial, or None if no new trial at ``point`` may be pruned.
 
-        Only trials with the choices of ``point`` count, because choices such as the schedule change the curve.
+        Pruning compares the new trial with this curve and loss. Trials that differ from ``point`` in a choice, such
+        as the schedule, are left out, because choices change the curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)
@@ -402,7 +402,7 @@ class SearchPlan:
         return Baseline(best.curve, loss_of(best), noise)
 
     def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
-        """Return the point that a search chooses at its end, or None if none can be chosen. It may be the start."""
+        """Return the point that a search chooses at its end (perhaps its start), or None if it can choose none."""
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:

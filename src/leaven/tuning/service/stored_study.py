@@ -165,10 +165,10 @@ class StoredStudy:
         return list(self.read().trials.values())
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Start the requested trial. Return (number, point), or None if another command got in the way.
+        """Start the requested trial. Return (number, point), or None if another command took over.
 
-        Without a requested point, ``sampler`` draws one. Another command gets in the way if it was first to start the
-        trial of ``request.job``, or if it took this process for dead and closed the attempt.
+        If the request has no point, ``sampler`` draws one. Another command takes over if it starts the trial of
+        ``request.job`` first, or closes this trial because it believes that this process is dead.
         """
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now()})
         log, created = self.read(), self.store.get_trial_number_from_id(trial_id)
@@ -221,7 +221,7 @@ class StoredStudy:
         return len(again)
 
     def record(self, number: int, outcome: Outcome) -> bool:
-        """Write the outcome of an attempt. Return False if another command has already marked it as failed."""
+        """Write the outcome of an attempt. Return False if another command has marked the attempt as failed."""
         about = {key: getattr(outcome, key) for key in OUTCOME}
         about |= {"curve": thinned(outcome.curve), DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
@@ -250,8 +250,9 @@ class StoredStudy:
         """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether the attempt was given up, such as at a stop. If not, its process counts as dead.
-            ended: the Unix time of the owner's last heartbeat; None if this command is the owner.
+            released: True if the command gave up the attempt, for example because the user stopped the command. If
+                False, the attempt counts as one whose process died.
+            ended: the Unix time of the last heartbeat of the command that ran the attempt. None is the current time.
         """
         with suppress(UpdateFinishedTrialError):
             # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.

@@ -233,7 +233,7 @@ def _is_away(error: Exception) -> bool:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Return whether an error of a database says that a page or its schema is damaged."""
+    """Return whether an error says that a page or the schema of a database is damaged."""
     from sqlalchemy import exc
 
     return any(

@@ -104,7 +104,7 @@ class BaseStudy(ABC):
         from_study: the folder of an earlier study. Its trials and its noise are prior knowledge for this study.
         shared: settings that must be equal in all commands on the study, in addition to the recipe.
         run_flops: FLOPs of a trial, if they are known.
-        about: further fields of the study's document.
+        about: further fields of study.json, such as ``command``.
 
     The constructor raises InputError if the folder cannot be used or has another study, if the earlier study cannot
     be used, or if the method is unknown or cannot use the prior knowledge. Entering the context raises InputError if

@@ -115,7 +115,7 @@ class StudyFolder:
             yield
 
     def saved_results(self) -> tuple[str, dict[int, float | None]]:
-        """Return the id in study.json, and the loss of each of its trials with a result, by number.
+        """Return the study's id and {trial number: loss} for the trials with a result, both from study.json.
 
         Both are empty if the file is missing or damaged. Raise InputError on read errors.
         """
@@ -282,7 +282,10 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
         # Sorted, because a beta falls when its distance grows.
         ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
         if numbers := sorted(end for end in ends if not isinstance(end, str)):
-            parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
+            parts += [
+                "the loss is equal within the noise between "
+                f"{format_number(numbers[0])} and {format_number(numbers[1])}"
+            ]
         doubt = "" if each.worth else ", not known to be more than the noise"
         parts += [
             f"the start's {start} changes the loss by {signed(each.gain)} +-{each.gain_deviation:.4f} nats{doubt}"

@@ -65,11 +65,12 @@ def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
         f"error: factor {fit.scatter:.2f})"
     ]
     if ahead > 1:
-        noise.append(f"this run is {ahead:.3g} times as long as the measured part; later values are extrapolated")
+        noise.append(f"this run has {ahead:.3g} times as many tokens as were measured; later values are extrapolated")
     facts: list[Fact] = [("noise scale", noise), ("ramp", ramp.why)]
     if ramp.set:
         stages = [
-            f"{format_quantity(each['tokens'])} from {format_quantity(each['from_tokens'])}" for each in ramp.stages
+            f"batch {format_quantity(each['tokens'])} from {format_quantity(each['from_tokens'])} on"
+            for each in ramp.stages
         ]
         facts.append(("stages", stages))
     yield Facts(*facts)

@@ -103,7 +103,7 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
         yield "\nvalues that only one side can have"
         yield Table.of(columns, alone)
     if any(isinstance(row, RecipeDifference) for row in rows):
-        note = "lr, init std, decay, betas and eps of a recipe: median of its hidden weights, after the rule"
+        note = "lr, init std, decay, betas and eps of a recipe: median of its hidden weights, scaled by its rule"
         yield Text(note, style="dim")
 
 

@@ -12,7 +12,7 @@ from leaven.views.checks import STYLES, check_tables, conclusion
 from leaven.views.tables import Column, Facts, Table
 
 _DIFFERENCES = {  # by the key of the settings
-    "changed for the check": "the check trained small models and changed for this",
+    "changed for the check": "changed for the small models of the check",
     "left out": "left out, because a run diverged",
     "columns not used": "columns not used",
     "files not read": "files not read",

@@ -44,8 +44,10 @@ def verdict(found: Sequence[FindingRow], checks: int) -> Text:
     bad = {one.check for one in found if one.severity != "note"}
     noted = f", {notes} note{'s' if notes != 1 else ''}" if notes else ""
     if bad:
-        return Text.assemble(("FAILED", "bold red"), f": {len(bad)} of {checks} checks outside{noted}")
-    return Text.assemble(("passed", "bold green"), f": {checks} checks, none outside{noted}")
+        return Text.assemble(
+            ("FAILED", "bold red"), f": {len(bad)} of {checks} checks outside the published range{noted}"
+        )
+    return Text.assemble(("passed", "bold green"), f": {checks} checks, none outside the published range{noted}")
 
 
 def written(value: Any) -> str:

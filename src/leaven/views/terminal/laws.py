@@ -180,9 +180,9 @@ def _spreads(
     missing = "" if params_non_embedding else " (all parameters are used instead; give --params-non-embedding)"
     smaller = [law.law for law in laws if law.params_definition == "non-embedding"]
     head = [law.law for law in laws if law.params_definition == "without input embedding"]
-    smaller_n = f"{format_quantity(counted)} without embeddings{missing}: {', '.join(smaller)}"
+    smaller_n = f"{format_quantity(counted)} without embeddings{missing}, in these laws: {', '.join(smaller)}"
     head_n = f"{format_quantity(params)} without the input embedding (all parameters are used instead)"
-    head_n += f": {', '.join(head)}"
+    head_n += f", in these laws: {', '.join(head)}"
     compute_optimal = f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"
     return Facts(
         ("N", (smaller_n, head_n)),
@@ -197,7 +197,7 @@ def _spreads(
 def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
     """Return one line about the predicted loss or, if ``experts`` is not 1, two lines: for laws of mixtures of
     experts and for laws of dense models. ``experts`` is (all experts) / (experts of a token)."""
-    unit = "nats per token, each of its own text"
+    unit = "nats per token of each law's own training text"
     if experts == 1:
         return [("loss", (*_spread(own, "loss", _loss), unit))]
     mixtures = [law for law in own if law.of_experts]

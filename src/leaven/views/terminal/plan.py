@@ -82,11 +82,14 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
     if ramp.start != ramp.points[-1]:
         cells.append(
             f"growing in steps of {format_quantity(ramp.increment_tokens)} tokens over the first "
-            f"{format_quantity(ramp.chosen.over_tokens)} tokens: "
-            f"{format_seconds(3600 * ramp.chosen.extra_hours)} more than at the full batch"
+            f"{format_quantity(ramp.chosen.over_tokens)} tokens; "
+            f"{format_seconds(3600 * ramp.chosen.extra_hours)} longer than without a ramp"
         )
     if ramp.own is not None:
-        cells.append(f"the recipe's: {_start(ramp.own)}, {format_seconds(3600 * ramp.own.extra_hours)} more")
+        cells.append(
+            f"the recipe starts at {_start(ramp.own)}; {format_seconds(3600 * ramp.own.extra_hours)} longer than "
+            "without a ramp"
+        )
     return cells
 
 

@@ -99,7 +99,7 @@ _LETTERS = (
     "L depth",
     "B batch",
     "D tokens",
-    "M Muon's factor on a step, which depends on the shape",
+    "M factor on Muon's steps, from the shape of the matrix",
     "t token exponent",
     "w 1 - alpha if scale_decay_with_depth, else 0",
     "0 switched off",
