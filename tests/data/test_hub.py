@@ -152,7 +152,7 @@ def test_files_of_the_split_that_are_missing_by_the_names_of_others_are_named(tm
 
     for options in ("", "?split=train", "?split=train[:50%]", "?split=test%2Btrain", "?split=all"):
         (note,) = notes(options)
-        assert f"files are missing, such as {folder}/train-00001-of-00003.jsonl; if a" in note
+        assert f"some are missing, such as {folder}/train-00001-of-00003.jsonl; if a" in note
     assert notes("?split=test") == ()
     (folder / "train-00001-of-00003.jsonl").write_text(json.dumps({"text": "a text"}))
     assert notes() == ()

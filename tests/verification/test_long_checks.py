@@ -115,7 +115,7 @@ def test_a_best_value_that_costs_too_much_fails_also_at_the_edge(tiny: Recipe) -
     # At width 32, the best lr is 2^-8 of that at width 16, further than the grid is extended.
     (row,) = transfer(tiny, noisy(-8, 0.001, 0.03), [0.005, 0.01, 0.02]).rows
     assert (row.passed, row.undecided) == (False, False)
-    assert row.note.endswith("nats, and the best lr of 32x2 is at or beyond the edge of the grid")
+    assert row.note.endswith("nats above its minimum, and the best lr of 32x2 is at or beyond the edge of the grid")
     (row,) = transfer(tiny, noisy(-8, 0.00001, 0.00005), [0.005, 0.01, 0.02]).rows
     assert row.undecided  # the cost is small within the grid, and may be small beyond it
     assert "give --lrs around" in row.note
