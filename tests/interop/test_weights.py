@@ -525,7 +525,11 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"tie_word_embeddings": True}, "model.embed_tokens.weight and lm_head.weight differ, but config"),
         ("llama", {"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported; leaven reads Llama"),
         ("mistral", {"sliding_window": False}, "sliding_window = False must be a count above 0"),
-        ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False: leaven has only one value, bias,"),
+        (
+            "llama",
+            {"attention_bias": True},
+            "attention_bias = True, mlp_bias = False: leaven has only one value, bias,",
+        ),
         ("llama", {"head_dim": 16}, "q_proj.weight is (48, 48), not the (96, 48) of config.json"),
         ("llama", {"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
         ("llama", {"num_hidden_layers": 2}, "contains model.layers.2."),

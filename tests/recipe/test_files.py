@@ -96,7 +96,10 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
         ("hyperparameters.lr=0,002", "[hyperparameters] lr: input should be a valid number, not '0,002'"),
         ("hyperparameters.lr=nan", "[hyperparameters] lr: input should be a finite number"),
         ("hyperparameters.grad_clip=-1", "[hyperparameters.grad_clip] limit: input should be greater than or equal"),
-        ("hyperparameters.modules.embedding.residual=2", "only the last matrix of a residual branch has one: attention.out and mlp"),
+        (
+            "hyperparameters.modules.embedding.residual=2",
+            "only the last matrix of a residual branch has one: attention.out and mlp",
+        ),
         ("model.d_model=65", "d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
         ("batch.tokens=16", "a batch of 16 tokens is smaller than one sequence of 32"),
         ("batch.tokens=100", "not a whole number of sequences of 32; use 96 or 128"),

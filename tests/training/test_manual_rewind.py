@@ -10,6 +10,7 @@ from tests.training.planted import STEP, in_order, recipe, text
 from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
+from leaven.scaling.transfer import transfer
 from leaven.training import checkpoint, run_folder
 from leaven.training.rewind import ManualRewind, text_left_out
 from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, tokens_of
@@ -128,14 +129,21 @@ def test_a_checkpoint_that_a_rewind_has_undone_is_not_said_to_be_the_newest(
     assert (stopped.finished, stopped.saved_tokens) == (False, 32 * STEP)
 
 
-def test_a_later_rewind_keeps_the_reasons_of_earlier_ones(run: RunFolder) -> None:
-    ManualRewind(rewind_to=40 * STEP).go(run, LOWER)
-    first = read_recipe(run.recipe_file).why
-    ManualRewind(rewind_to=20 * STEP).go(run, LOWER.replace({"hyperparameters.weight_decay": 0.3}))
-    both = read_recipe(run.recipe_file).why
-    assert both.items() > first.items()
-    assert [path for path, why in both.items() if why.endswith("before: 0.01")] == ["hyperparameters.lr"]
-    assert run.recipe().why == both
+@pytest.mark.parametrize("first", [20, 40])
+def test_reasons_say_what_the_weights_were_trained_with_after_several_rewinds(run: RunFolder, first: int) -> None:
+    """Also if the command's recipe has its own reason, and if the second rewind goes before the first."""
+    lr, decay = "hyperparameters.lr", "hyperparameters.weight_decay"
+    ManualRewind(first * STEP).go(run, LOWER)
+    decayed = LOWER.replace({decay: 0.3, "why": {lr: "as Ada said"}})
+    ManualRewind(20 * STEP).go(run, decayed)
+    why = read_recipe(run.recipe_file).why
+    assert why[lr] == f"since {20 * STEP:,} tokens, by --rewind-to; before: 0.01"
+    assert why[decay].startswith(f"since {20 * STEP:,} tokens, by --rewind-to; before: ")
+    assert run.recipe().why == why
+    ManualRewind(20 * STEP).go(run, RUN)  # the lr of the whole run is again the first
+    assert not [path for path, reason in read_recipe(run.recipe_file).why.items() if "--rewind-to" in reason]
+    new = transfer(decayed.replace({"why": why}), width=2 * decayed.model.d_model)
+    assert not [path for path, reason in new.why.items() if "--rewind-to" in reason]
 
 
 def test_a_rewind_names_the_values_that_it_changes(run: RunFolder) -> None:

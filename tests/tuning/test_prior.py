@@ -189,6 +189,38 @@ def test_earlier_trials_are_points_of_the_new_space(folder: Path, tiny: Recipe) 
     assert lrs == pytest.approx(np.tile([[0.0], [1.0], [-1.0], [0.5], [2.0]], lrs.shape[1]))
 
 
+def test_an_earlier_study_of_a_shallower_model_is_compared_at_the_depths_of_its_points(
+    folder: Path, tiny: Recipe
+) -> None:
+    depth = "hyperparameters.depth.lr"
+    document = json.loads((folder / "study.json").read_text())
+    shallow = tiny.replace({f"{depth}": (1.0, 1.0), "scaling.base": tiny.base.model_dump()})
+    deep = shallow.replace({"model.n_layers": 4, f"{depth}": (1.0,)})
+    searched = space(shallow, f"{depth}[1]")
+    for number, trial in enumerate(document["trials"]):
+        trial["octaves"] = {f"{depth}[1]": float(number)}
+    written = StudyDocument(name="x", method="random", space=(), trials=(), dimensions=searched.dimensions)
+    document["dimensions"] = json.loads(written.model_dump_json())["dimensions"]
+    (folder / "study.json").write_text(json.dumps(document))
+    write_recipe(shallow, folder / "centre.toml")
+    trials, _ = earlier_trials(folder, space(deep, f"{depth}[0],{depth}[1],{depth}[2]"))
+    assert trials.points[:, :3] == pytest.approx(np.outer(range(5), [0, 0.5, 1]))
+
+
+def test_settings_that_change_what_values_mean_are_named(folder: Path, tiny: Recipe) -> None:
+    def cautions(changes: dict[str, Any], which: str = LR) -> list[str]:
+        return [line.partition(": ")[2] for line in unlike_earlier(folder, space(tiny.replace(changes), which))]
+
+    assert cautions({"hyperparameters.optimizer": "adam"})[0].startswith(
+        "its hyperparameters.optimizer is adamw, and this"
+    )
+    assert cautions({"scaling.token_exponent": 0.3}) == []  # at its base, the rule changes nothing
+    longer = {"scaling.base": tiny.base.model_dump(), "data.tokens": 2 * tiny.data.tokens}
+    assert cautions(longer | {"scaling.token_exponent": 0.3})[0].startswith("its scaling.token_exponent is 0.5, and")
+    assert cautions({"model.dropout": 0.1})[0].startswith("the values are from a dropout of 0")
+    assert cautions({"model.dropout": 0.1}, f"{LR},model.dropout") == []
+
+
 def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recipe, tmp_path: Path) -> None:
     searched = space(tiny, LR)
     with pytest.raises(InputError, match=r"no study\.json in this folder; give the folder of a study"):

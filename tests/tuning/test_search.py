@@ -28,7 +28,7 @@ from leaven.tuning.algorithm.trust_region import Axes, region, results
 from leaven.tuning.service import search_plan, stored_study
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy
+from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy, most_at_once
 from leaven.tuning.service.stored_study import TrialRequest, trials_of
 from leaven.tuning.service.stores import open_store
 from leaven.tuning.service.study_settings import join_study
@@ -877,3 +877,7 @@ def test_the_next_best_point_takes_the_place_of_a_finalist_that_diverges() -> No
     assert diverged
     assert all(sum(trial.finalist == which for trial in reruns) == 1 for which in diverged)
     assert 0.3 < found.params["a"] <= 0.9
+
+
+def test_how_many_trials_may_run_at_once_without_a_caution() -> None:
+    assert [most_at_once(trials) for trials in (3, 15, 16, 24, 48, 96)] == [1, 1.25, 2, 2, 4, 8]

@@ -1124,3 +1124,10 @@ def test_more_tokens_are_searched_only_where_text_is_repeated(
     assert not (tmp_path / "study").exists()
     often = long.replace({"data.tokens": 40 * sum(len(source.train) for source in tokens.sources)})
     Study(tmp_path / "study", often, space(often, "data.tokens"), "random", tokens)
+
+
+def test_trials_with_averaged_weights_are_compared_by_their_weights(study: Make, short: Recipe) -> None:
+    notes, averaged = Notes(), short.replace({"average": {"last": 0.5}})
+    with study(recipe=averaged) as opened:
+        opened.run(1, 1, screen=notes, stop=lambda: True)
+    assert any(line.startswith("caution: trials are compared by the loss of their weights") for line in notes.lines)

@@ -63,7 +63,7 @@ def bench(
     json_output: JsonOption = False,
 ) -> None:
     if noise_from is None:
-        require_alone(context, "a measurement of speed", "noise_multiple")
+        require_alone(context, "a measurement of speed (without --noise-from)", "noise_multiple")
     else:
         require_alone(context, "--noise-from", "micro_batch global_batch share seconds device")
     loaded = load_recipe(recipe, overrides)

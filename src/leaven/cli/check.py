@@ -287,12 +287,13 @@ def duration(
             factor = longer ** (recipe.scaling.token_exponent - changed.scaling.token_exponent)
             more[:0] = [
                 f"this recipe's run has {format_number(longer)} times the tokens of its base, so the new exponent "
-                f"multiplies its lr by {format_number(factor)} (leaven show {write})"
+                f"changes its values, such as lr x{format_number(factor)}; see leaven show {quote(str(write))}"
             ]
     elif write is not None:
         more = [f"{write} is not written, because no exponent with a 95% interval was measured; see the advice above"]
     elif measured is not None and isinstance(recipe, Recipe) and "lr" in RULES[recipe.scaling.rule].columns:
-        more = [f"to use the measured exponent: {next_commands.again('--write', 'measured.toml')}"]
+        output = next_commands.free(Path("measured.toml"))
+        more = [f"to write the measured exponent to a recipe: {next_commands.again('--write', str(output))}"]
     options.finish(document, *more)
 
 

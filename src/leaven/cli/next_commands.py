@@ -71,7 +71,7 @@ def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None
         return [again("--set", "scaling.rule=complete-d-p")]
     if page is not None:
         return []
-    return [_line("report", run, "-o", run / "report.html") if run else again("-o", str(_free(Path("check.html"))))]
+    return [_line("report", run, "-o", run / "report.html") if run else again("-o", str(free(Path("check.html"))))]
 
 
 def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
@@ -82,14 +82,15 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
     """Return the commands to suggest after a study: use the best values, and then report on the study."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
-    if _of_study(path):  # the name is that of the first recipe
-        target = Path(f"{read_recipe(best).name.removesuffix(PROXY)}.toml")
+    if _of_study(path) and (name := read_recipe(best).name).endswith(PROXY):  # the name of the first recipe
+        beside_it = Path(f"{name.removesuffix(PROXY)}.toml")
+        target = beside_it if beside_it.exists() and read_recipe(beside_it).name == beside_it.stem else path
     report = _line("report", study, "-o", study / "report.html")
     if command:  # the user's own training command, with the best values
         return [command, report]
     if target == path or not target.exists():
         return [_line("recipes", "check", best), *train(best, read_recipe(best)), report]
-    return [_line("transfer", best, "--like", target, "-o", _free(beside(target, TUNED))), report]
+    return [_line("transfer", best, "--like", target, "-o", free(beside(target, TUNED))), report]
 
 
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
@@ -98,7 +99,7 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
     If ``output`` is None, return the user's command with ``-o name`` added.
     """
     if output is None:
-        return [again("-o", str(_free(name)))]
+        return [again("-o", str(free(name)))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
@@ -130,7 +131,7 @@ def plan_of_new(path: Path, cluster: Cluster | None) -> str:
 
 
 def after_plan_of_run(id: str, cluster: str) -> list[str]:
-    return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
+    return [_line("new", free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
@@ -150,13 +151,13 @@ def after_train(run: Path, recipe: Recipe) -> list[str]:
     commands.append(_line("sample", run, "The "))
     if any(not architecture.misfits(recipe.model) for architecture in ARCHITECTURES):
         parent = run.parent if run.name else Path("..")  # run may be "."
-        folder = _free(parent / f"{run.resolve().name}-huggingface")
+        folder = free(parent / f"{run.resolve().name}-huggingface")
         commands.append(_line("export", "weights", run, folder, "--to", "huggingface"))
     return commands
 
 
 def after_export_weights(folder: Path) -> list[str]:
-    return [_line("new", _free(Path(f"{folder.name}.toml")), "--from-weights", folder)]
+    return [_line("new", free(Path(f"{folder.name}.toml")), "--from-weights", folder)]
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
@@ -250,7 +251,7 @@ def _quoted(word: str) -> str:
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
     """Return the command that trains a recipe. Several ranks need torchrun, with ``node_size`` ranks on a node."""
-    run = _free(Path("runs", path.resolve().parent.name if _of_study(path) else path.stem))
+    run = free(Path("runs", path.resolve().parent.name if _of_study(path) else path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
     return _line("train", path, "--run-folder", run, sets=sets, start=[*_torchrun(ranks, node_size), "-m", "leaven"])
@@ -275,7 +276,7 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_stem(path.stem + suffix)
 
 
-def _free(path: Path) -> Path:
+def free(path: Path) -> Path:
     """Return ``path``. If it exists, add the first free number (-2, -3, ...) to its name."""
     free, number = path, 2
     while free.exists():

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from leaven.catalogue.terms import read
 from leaven.cli import next_commands
 from leaven.cli.common import (
     JsonOption,
@@ -22,10 +21,10 @@ from leaven.cli.common import (
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_text, write_recipe
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe, flatten
 from leaven.scaling.describe import describe
 from leaven.scaling.tested_ranges import dropped, replaced, rewound, unlike, unlike_training, untuned, warnings
-from leaven.scaling.transfer import searched_paths, transfer_like
+from leaven.scaling.transfer import taken_paths, transfer_like
 from leaven.scaling.transfer import transfer as scaled
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.recipe import transfer_screen
@@ -50,8 +49,8 @@ def transfer(
     like: Annotated[
         Path | None,
         option(
-            "Put the tuned values into this recipe. Of the other values of TARGET.toml, only those change that the "
-            "study searched; the batch size and the tokens are multiplied as in the study.",
+            "Put the tuned [hyperparameters] and [scaling] into this recipe. The rest of TARGET.toml stays, except "
+            "for values that the study searched, such as the batch size.",
             metavar="TARGET.toml",
         ),
     ] = None,
@@ -90,7 +89,7 @@ def transfer(
     else:
         before = load_recipe(like, overrides)
         for path in _paths(overrides):
-            if path.startswith(("hyperparameters.", "scaling.")) or path in searched_paths(small):
+            if path.startswith(("hyperparameters.", "scaling.")) or path in taken_paths(small, before):
                 raise InputError(
                     f"--set {path} cannot be used, because --like takes this value from {recipe}; change it there"
                 )
@@ -120,9 +119,9 @@ def _paths(overrides: list[str] | None) -> list[str]:
 
 def _scaled(paths: list[str], small: Recipe, big: Recipe) -> list[str]:
     """Return a warning for each value at ``paths`` that the transfer from ``small`` to ``big`` has changed."""
-    pairs = ((path, read(small, path), read(big, path)) for path in paths)
+    given, now = (flatten(recipe.model_dump(mode="json")) for recipe in (small, big))
     return [
-        f"--set {path} applies before the transfer: it sets {given}, and the new recipe has {now}"
-        for path, given, now in pairs
-        if given is not None and given != now
+        f"--set {path} applies before the transfer: it sets {value}, and the new recipe has {now.get(path)}"
+        for path, value in given.items()
+        if value != now.get(path) and any(f"{path}.".startswith(f"{each}.") for each in paths)
     ]

@@ -294,7 +294,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
     """
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
-        if "grad_clip" in given.model_fields_set and given.grad_clip.limit:
+        if given.grad_clip.limit and given.grad_clip != Hyperparameters.model_fields["grad_clip"].default:
             warnings.warn(
                 f"parametrize: grad_clip {given.grad_clip.limit:g} ({given.grad_clip.mode}) is not applied, because "
                 "parameter groups do not clip; clip in your loop, e.g. with torch.nn.utils.clip_grad_norm_",

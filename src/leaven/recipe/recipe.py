@@ -1,6 +1,7 @@
 """The recipe: one immutable, validated, complete description of a training run."""
 
 import math
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cached_property
@@ -197,6 +198,7 @@ class Tuning(Part):
 NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 # In [why], the mark of a value that `leaven train --rewind-to` changed during the run.
 BY_REWIND = "by --rewind-to"
+_DURING_A_RUN = re.compile(rf"since [\d,]+ tokens(?:, {BY_REWIND})?; before: ")
 
 
 class Recipe(Part):
@@ -297,6 +299,11 @@ class Recipe(Part):
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})
+
+    @property
+    def of_new_run(self) -> "Recipe":
+        """The recipe without reasons that say when its values changed during a run."""
+        return self.replace({"why": {path: why for path, why in self.why.items() if not _DURING_A_RUN.match(why)}})
 
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a copy of the recipe with other values at dotted paths, or raise ValidationError.

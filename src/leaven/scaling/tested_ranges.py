@@ -104,7 +104,8 @@ def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
     values = [
         f"{path} {_written(theirs)} by {_written(now)}"
         for path, theirs, now in differing(_stated(target), _stated(after))
-        if not any(path == each or path.startswith(f"{each}.") for each in searched)
+        if not (path.startswith("scaling.base.") and target.scaling.base is None)
+        and not any(path == each or path.startswith(f"{each}.") for each in searched)
     ]
     if not values:
         return []
@@ -124,6 +125,7 @@ def _stated(recipe: Recipe) -> dict[str, Any]:
         for name, value in part or ()
         if not isinstance(value, dict | Part) and not (".modules." in table and value == 1)
     }
+    found |= {f"scaling.base.{name}": value for name, value in scaling.base or () if value is not None}
     found["hyperparameters.grad_clip"] = own.grad_clip.written()
     profiles = {name: profile for name, profile in own.depth if set(profile) != {1.0}}
     return found | {f"hyperparameters.depth.{name}": profile for name, profile in profiles.items()}

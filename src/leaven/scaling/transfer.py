@@ -30,6 +30,7 @@ _SEARCHED_COUNTS = ("batch.tokens", "data.tokens")  # `transfer_like` multiplies
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
 # The start of a study, or of an earlier one, in such a reason. The last number is at the size of the recipe.
 _START = re.compile(r"\b(?:the start(?:'s| has)|(?P<earlier>an earlier study began with)) (?P<count>[0-9][0-9,]*)")
+_COOLDOWN = "schedule.decay_ratio"
 _BATCH_SIZES = ("batch.ramp", "batch.stages")  # they change with batch.tokens
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
@@ -136,7 +137,7 @@ def transfer(
     for path in searched_paths(recipe) & {_WARM_UP, *_SEARCHED_COUNTS} & reasons.keys():
         # The reason still says what the study found, because `transfer_like` may read it.
         reasons[path] = _moved_reason(recipe, path, read(moved, path) / read(recipe, path))
-    return moved.replace({"why": recipe.why | reasons})
+    return moved.replace({"why": recipe.of_new_run.why | reasons})
 
 
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
@@ -179,8 +180,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     # If a count of the target equals the transferred count, the target's reason for it is kept.
     kept_counts = {path for path, factor in counts.items() if round(read(target, path) / factor) == read(tuned, path)}
     searched = {path for path in studied - kept_counts if not path.startswith("hyperparameters.")}
-    if "schedule.decay" in searched and tuned.schedule.decay == "wsd":  # the trials had this cooldown
-        searched |= {"schedule.decay_ratio"}
+    searched |= {_COOLDOWN} & taken_paths(tuned, target)
     for path in searched:
         changes[path] = max(round(read(tuned, path) * counts[path]), 1) if path in counts else read(tuned, path)
     if "batch.tokens" in searched:
@@ -195,7 +195,15 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
     if "batch.tokens" in searched:
         reasons |= {path: why for path, why in _reasons(target, moved).items() if path in _BATCH_SIZES}
-    return moved.replace({"why": kept | transferred | reasons})
+    return moved.replace({"why": kept | transferred | reasons}).of_new_run
+
+
+def taken_paths(tuned: Recipe, target: Recipe) -> set[str]:
+    """Return the paths of the values that :func:`transfer_like` takes from ``tuned`` because of a study."""
+    searched = searched_paths(tuned)
+    # If a study has found the decay wsd, its trials had this cooldown, which has no effect in other decays.
+    cooldown = "schedule.decay" in searched and tuned.schedule.decay == "wsd" != target.schedule.decay
+    return searched | ({_COOLDOWN} if cooldown else set())
 
 
 def _moved_reason(tuned: Recipe, path: str, factor: float, target: Recipe | None = None) -> str:

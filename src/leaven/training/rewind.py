@@ -6,7 +6,7 @@ checkpoints are undone. So a run that resumes from an older checkpoint gets the 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -23,6 +23,7 @@ from leaven.training.run_folder import (
     WRONG_TYPES,
     LockedFolder,
     RunFolder,
+    brief,
     changeable,
     changes_of,
     checkpoint_name,
@@ -151,14 +152,14 @@ def text_left_out(run: RunFolder) -> str | None:
     return None
 
 
-def changed_values(run: RunFolder) -> list[str]:
-    """Return a phrase for each value of the recipe that ``--rewind-to`` changed in the middle of the run.
+def _values_used(events: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, Any]]]:
+    """Return the values that the weights of a run were trained with, for each value that rewinds changed.
 
-    Example: "hyperparameters.lr 0.01 up to 5.12 k tokens and then 0.02". Steps that a later rewind has undone do not
-    count. Values that do not affect the weights are left out.
+    A list has (tokens from which a value was used, value). Steps that a later rewind has undone do not count, so a
+    list may have only one value.
     """
-    found: dict[str, list[tuple[int, Any]]] = {}  # by path: (tokens from which a value is used, value)
-    for event in run.read_events():
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for event in events:
         if event["event"] not in RETURNS:
             continue
         with suppress(*WRONG_TYPES):  # damage is reported when the rewinds are read
@@ -170,15 +171,36 @@ def changed_values(run: RunFolder) -> list[str]:
                 found[path] = [each for each in values if each[0] < to_tokens]
                 if not found[path] or found[path][-1][1] != now:
                     found[path].append((to_tokens, now))
+    return found
+
+
+def changed_values(run: RunFolder) -> list[str]:
+    """Return a phrase for each value of the recipe that ``--rewind-to`` changed in the middle of the run, such as
+    "hyperparameters.lr 0.01 up to 5.12 k tokens and then 0.02". Values that do not affect the weights are left out.
+    """
     return [
         f"{path} "
         + " and then ".join(
             f"{value} up to {format_quantity(after[0])} tokens" if after else f"{value}"
             for (_, value), after in zip(values, [*values[1:], None], strict=True)
         )
-        for path, values in found.items()
+        for path, values in _values_used(run.read_events()).items()
         if len(values) > 1 and not path.startswith(("evaluation.", "stability."))
     ]
+
+
+def _with_reasons(recipe: Recipe, why: Mapping[str, str], used: Mapping[str, list[tuple[int, Any]]]) -> Recipe:
+    """Return ``recipe`` with the run's reasons ``why``, and a reason for each value that changed during the run.
+
+    ``used`` is the result of :func:`_values_used`. Reasons of changes that later rewinds have undone are left out.
+    """
+    kept = {path: reason for path, reason in {**why, **recipe.why}.items() if BY_REWIND not in reason}
+    changed = {
+        path: f"since {values[-1][0]:,} tokens, {BY_REWIND}; before: {brief(values[-2][1])}"
+        for path, values in used.items()
+        if len(values) > 1
+    }
+    return recipe.replace({"why": kept | changed})
 
 
 @dataclass(frozen=True)
@@ -237,9 +259,11 @@ class ManualRewind:
             rewind = Rewind(to_tokens, start, end, asked=asked)
             metrics, lines = run.metrics(), RunLines(run)
             at = {key: metrics[-1].get(key, 0) if metrics else 0 for key in ("step", "tokens")}
+            changed: dict[str, Any] = {"changes": []}
             if changes:
-                recipe = run.with_reasons(recipe, changes, f"{to_tokens:,} tokens, {BY_REWIND}")
-            changed = recorded_changes(changes, recipe) if changes else {"changes": []}
+                now = {"event": "rewind", "to_tokens": to_tokens} | recorded_changes(changes, recipe)
+                recipe = _with_reasons(recipe, run.recipe().why, _values_used([*run.read_events(), now]))
+                changed = recorded_changes(changes, recipe)
             earlier = [each.document() for each in rewinds]
             lines.event("rewind", **at, **rewind.document(), earlier_rewinds=earlier, **changed)
             lines.require_written()

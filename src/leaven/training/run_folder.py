@@ -214,7 +214,7 @@ class RunFolder:
                 if torn.is_file():
                     torn.unlink()
         if not self.recipe_file.exists():
-            self.save_recipe(recipe)
+            self.save_recipe(recipe.of_new_run)
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):
             self.save_recipe(current, also_in_events=True)
 
@@ -286,14 +286,6 @@ class RunFolder:
         except InputError:
             self.writes = False
             raise
-
-    def with_reasons(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with a reason in ``why`` for each of ``changes``, such as "since 5,000 tokens; before:
-        0.1". ``since`` says when the change was made, such as "5,000 tokens". Reasons of earlier changes are kept."""
-        before = self.recipe().why
-        earlier = {path: why for path, why in before.items() if why.startswith(_SINCE)}
-        now = {path: f"{_SINCE}{since}; before: {_brief(value)}" for path, value, _ in changes}
-        return recipe.replace({"why": before | recipe.why | earlier | now})
 
     def keep_tokenizer(self, path: Path) -> None:
         """Copy the tokenizer at ``path`` into the run folder unless it has one. The original may be in a cache."""
@@ -439,7 +431,7 @@ def changeable(path: str) -> bool:
 
 def describe_changes(changes: list[Difference]) -> str:
     """Return the changes of a recipe on one line, such as "batch.tokens was 256, is now 512"."""
-    return "; ".join(_change(path, _brief(before), _brief(now)) for path, before, now in changes)
+    return "; ".join(_change(path, brief(before), brief(now)) for path, before, now in changes)
 
 
 def _change(path: str, before: str, now: str) -> str:
@@ -457,8 +449,5 @@ def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 
 
-_SINCE = "since "  # the first word of the reason for a value that changed during a run
-
-
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -59,7 +59,7 @@ from leaven.documents.runs import TrainDocument
 from leaven.errors import AGAIN_AFTER, STOPPING, InputError, Settled, TextUnreadable, out_of_memory, shown
 from leaven.interop.weights import start_cautions, tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import utilisation
-from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
+from leaven.recipe.recipe import BY_REWIND, Difference, Recipe, differing, rearrangement
 from leaven.recipe.units import listed
 from leaven.training.checkpoint import (
     TEXT,
@@ -107,6 +107,7 @@ from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
 from leaven.training.run_folder import (
     IDENTITY,
     RunFolder,
+    brief,
     changes_of,
     checkpoints,
     describe_changes,
@@ -492,7 +493,10 @@ class RunTrainer:
     def rearrange(self, changes: list[Difference]) -> None:
         """Record that the run continues with another parallel layout or micro-batch."""
         training = self.training
-        training.recipe = self.run.with_reasons(training.recipe, changes, f"{training.tokens:,} tokens")
+        why = {path: f"since {training.tokens:,} tokens; before: {brief(before)}" for path, before, _ in changes}
+        earlier = self.run.recipe().why
+        rewinds = {path: reason for path, reason in earlier.items() if BY_REWIND in reason}
+        training.recipe = training.recipe.replace({"why": earlier | training.recipe.why | rewinds | why})
         if self.run.writes:
             self.run.save_recipe(training.recipe, also_in_events=True)
         self.event("layout", **recorded_changes(changes, training.recipe))

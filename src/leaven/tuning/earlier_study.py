@@ -28,6 +28,8 @@ from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.units import listed
+from leaven.scaling.cells import Ratios
+from leaven.scaling.table import parameter_table
 from leaven.scaling.tested_ranges import unlike, unlike_training
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
@@ -35,6 +37,8 @@ from leaven.tuning.command import CommandFile, CommandSpace, is_command_file
 from leaven.tuning.point import (
     BATCH,
     CHOICES,
+    DROPOUT,
+    OPTIMIZER,
     TOKENS,
     WARM_UP,
     Value,
@@ -101,12 +105,13 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
     what = f"--from-study {folder}"
     if isinstance(space, Space):
         there, here = read_recipe(folder / "centre.toml"), space.recipe
-        messages = [one.message for one in (*unlike(dict(there.model), here), *unlike_training(there, here))]
-        for path in ("hyperparameters.optimizer", "scaling.alpha", "scaling.token_exponent"):
-            if (before := read(there, path)) != (now := read(here, path)):
-                messages.append(
-                    f"its {path} is {before}, and that of this recipe is {now}, so best values may differ"
-                )
+        searched = {d.path for d in read_document(folder).dimensions} | set(space.paths)
+        found = [*unlike(dict(there.model), here), *unlike_training(there, here)]
+        messages = [one.message for one in found if one.about != "dropout" or DROPOUT not in searched]
+        scaled = any(parameter_table(recipe).ratios != Ratios() for recipe in (there, here))
+        for path in (OPTIMIZER, *(("scaling.alpha", "scaling.token_exponent") if scaled else ())):
+            if path not in searched and (before := read(there, path)) != (now := read(here, path)):
+                messages.append(f"its {path} is {before}, and this recipe's is {now}, so best values may differ")
         if _text(there) != _text(here):
             texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
             messages.append(

@@ -117,9 +117,8 @@ def _regime(
     if not math.isfinite(found.value):
         return unknown(note="more tokens do not lower the loss")
     if found.low is not None and math.isnan(found.low):  # some of the bootstrap samples
-        return unknown(
-            note="it is not certain that more tokens lower the loss; give more --seeds or longer --durations"
-        )
+        note = "no interval: more tokens may not lower the loss; give more --seeds or longer --durations"
+        return replace(found, low=None, high=None).row(name, note)
     if found.low is None or found.high is None:
         note = "no interval with only one seed; give --seeds 3"
     elif found.high < CRITICAL:

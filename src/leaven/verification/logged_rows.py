@@ -279,7 +279,7 @@ class RunLogs:
             unread = [name for name in names if named_numbers(name) is None and name != size]
             other, theirs = first = first or (run, unread)
             if unread != theirs:
-                name = next(iter({*unread}.symmetric_difference(theirs)), unread[0])
+                name, *_ = (*{*unread}.symmetric_difference(theirs), *unread)
                 raise InputError(
                     f"{run} and {other}: the name {name} cannot be read from {_parts(name)[1]!r} on; rename it to "
                     "pairs of a name and a number (not its logarithm), such as width=256,lr=0.004,beta2=0.95 or "

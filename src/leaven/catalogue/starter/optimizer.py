@@ -153,7 +153,8 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
     published = run.optim if run else None
     if published and published.decay_norm_and_bias:
         draft.decide("hyperparameters.decay_norm_and_bias", True, id=run and run.id)
-    if not at.model.tied_embeddings and (not run or (published and published.decay_embeddings is False)):
+    undecayed = published.decay_embeddings is False if published else not at.model.tied_embeddings
+    if undecayed:
         draft.decide("hyperparameters.modules.embedding.weight_decay", 0.0, id=run and run.id)
     decay = draft.document["hyperparameters"]["weight_decay"]
     off = max(by_tau / decay, decay / by_tau) if decay else math.inf

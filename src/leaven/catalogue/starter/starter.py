@@ -77,7 +77,7 @@ def starter(request: StarterRequest) -> StarterRecipes:
     of_shape = near
     if request.experts:  # the shape shows how many parameters a token uses, which was only estimated before
         near = neighbours(model.params_active, request.tokens, reference=run, experts=True)
-    _neighbours_step(draft, near)
+    _neighbours_step(draft, near, _precision(model))
     decide_shape(draft, request, of_shape, model)
     if request.tokens < LEAST_SEQUENCES * model.seq_len:
         raise InputError(
@@ -112,13 +112,13 @@ def starter(request: StarterRequest) -> StarterRecipes:
     return StarterRecipes(recipe.replace({"why": draft.why | others}), tuple(draft.steps), base.tuning, source=source)
 
 
-def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
+def _neighbours_step(draft: StarterDraft, near: Neighbours, precision: str) -> None:
     run, runs = near.reference, near.runs
     draft.step(
         "neighbours",
         near.sources(near.table),
         ratio=size_ratio(run, near.params) if run else None,
-        lost=list(_left_behind(run)) or None if run else None,
+        lost=list(_left_behind(run, precision)) or None if run else None,
         factor=FACTOR,
         experts=near.experts,
         runs=len(runs),
@@ -133,8 +133,12 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
     )
 
 
-def _left_behind(run: PublishedRun) -> Iterator[str]:
-    """Yield the properties of a run that `leaven new --from` does not carry over into the recipe."""
+def _precision(model: ModelShape) -> str:
+    return "fp32" if model.params <= PROCESSOR_PARAMS else "bf16"
+
+
+def _left_behind(run: PublishedRun, precision: str) -> Iterator[str]:
+    """Yield the properties of a run that `leaven new --from` does not carry over. ``precision`` is the recipe's."""
     arch = run.arch
     dtype, growth_known = run.precision and run.precision.dtype, True
     if run.batch_grew and run.tokens and run.batch_tokens:
@@ -152,7 +156,8 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
             "activation": arch.activation if arch.activation not in get_args(Activation) else None,
             "instead": "swiglu" if arch.gated else "gelu",
             "latent": arch.kv_lora_rank,
-            "precision": dtype if dtype != "bf16" else None,
+            "precision": dtype if dtype != precision else None,
+            "instead_of_it": precision,
             "horizon": horizon,
             "of_run": horizon and tokens and horizon / tokens,
             "start_lr": (schedule and schedule.start_lr) or None,
@@ -201,7 +206,7 @@ def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None
     ``base``.
     """
     model, run, shape = at.model, at.reference, base.size.model
-    if model.params <= PROCESSOR_PARAMS:
+    if _precision(model) == "fp32":
         draft.decide("precision.compute", "fp32", "precision of a small model")
     else:
         votes = at.near.most("precision.compute")

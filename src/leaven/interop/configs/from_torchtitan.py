@@ -193,7 +193,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> Non
             **TABLE["usual"],
             "model_spec.*.eps": [shape["norm_eps"]],
             "*.attention.head_dim": [None, shape["d_head"]],
-            "*.inner_attention.window_size": [[(shape["window"] or 0) - 1, 0]],
+            "*.inner_attention.window_size": [[(shape["window"] or 0) - 1, 0], [-1, -1]],
         }
         leaves = _leaves({"model_spec": spec, "param_groups": groups})
         lines = {f"{key} {str(value)[:60]}": (key, value) for key, value in leaves}
@@ -214,7 +214,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> Non
 
 def _block_shape(block: Mapping[str, Any]) -> dict[str, Any]:
     attention = block["attention"]
-    left = attention["inner_attention"].get("window_size", [-1])[0]
+    left, *_ = (attention.get("inner_attention") or {}).get("window_size") or [-1]
     return {
         "n_heads": attention["n_heads"],
         "n_kv_heads": attention["n_kv_heads"] or attention["n_heads"],
@@ -289,7 +289,7 @@ def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
     if kind is None:
         raise InputError(f"{draft.origin}: param_init of {name} is {text}, which leaven cannot read")
     mean, std = stated.get("mean", 0.0), stated.get("std", 1.0)
-    if kind == "trunc_normal_":
+    if kind == "trunc_normal_" and std:
         cut = _truncated(mean, std, stated.get("a", -2.0), stated.get("b", 2.0))
         if max(abs(cut[0] - mean), abs(cut[1] - std)) > 0.02 * std:  # a cut at 3 stds lowers the std by 1.3%
             place = re.sub(r"layers\.\d+\.", "", name)

@@ -41,7 +41,7 @@ METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 # At most 1/12 of the trials should run at once, because they are proposed without knowing each other's losses. With
 # more at once, the answer of a trust-region search of 48 trials is clearly worse (benchmarks/parallel_trials.py).
 LEAST_ROUNDS = 12
-TWO_AT_ONCE = 16  # trials: from here on, two at once cost nothing that was measured (docs/log.md, 1 December 2026)
+TWO_AT_ONCE = 16  # trials: with so many, two at once were within two standard errors of one at a time
 LONGEST = 512  # characters of a study's name in Optuna's tables
 RESERVED = 1 / 8  # the largest share of the budget that is reserved for final trials
 FEW = 24  # trials: a smaller budget has one final trial at most
@@ -57,6 +57,11 @@ DEATHS, DIVERGENCES = 8, 100
 # The trust region is fitted again once this share of the trials is new: up to 2,000 trials after each of them. A fit
 # to 10,000 trials of 8 values takes 0.05 s, which would be half the cost of a trial.
 REFITTED = 1 / 1000
+
+
+def most_at_once(trials: int) -> float:
+    """Return how many of ``trials`` may run at once without making the search clearly worse."""
+    return max(2 if trials >= TWO_AT_ONCE else 1, trials / LEAST_ROUNDS)
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,12 @@ from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Objectives, Proposal, SearchLoop
 from leaven.tuning.service.search_plan import (
     LEAST_ROUNDS,
-    TWO_AT_ONCE,
     Budget,
     SearchPlan,
     by_surrogate,
     check_search,
     known_trials,
+    most_at_once,
 )
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.service.study_folder import StudyFolder, write_results
@@ -269,11 +269,7 @@ class BaseStudy(ABC):
         self._screen, self._stop = screen or NoScreen(), stop
         self._note = self._screen.note
         at_once = workers * self.stack
-        if (
-            by_surrogate(self.method)
-            and trials is not None
-            and at_once > max(1 + (trials >= TWO_AT_ONCE), trials / LEAST_ROUNDS)
-        ):
+        if by_surrogate(self.method) and trials is not None and at_once > most_at_once(trials):
             self._note(
                 f"caution: {at_once} trials at once are more than 1/{LEAST_ROUNDS} of all {trials} trials; they do "
                 "not learn from each other, so the best values may be worse than with fewer --workers or a smaller "
