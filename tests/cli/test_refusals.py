@@ -123,7 +123,8 @@ REFUSED = {
     "bench tiny.toml --micro-batch 16": "--micro-batch 1",
     "bench tiny.toml --noise-from absent": "metrics.jsonl",
     "bench tiny.toml --noise-from absent --micro-batch 2": "--noise-from cannot be combined with --micro-batch",
-    "bench tiny.toml --noise-multiple 2": "speed cannot be combined with --noise-multiple; leave one of them out",
+    "show tiny.toml --rule mup": "--rule cannot be combined with RECIPE; leave one of them out",
+    "bench tiny.toml --noise-multiple 2": "(without --noise-from) cannot be combined with --noise-multiple; leave",
     "tune tiny.toml --study tiny.toml": "a file",
     "tune tiny.toml --study OUT --set data.source=short.txt": "tokens",
     # the text is too short as well, but an earlier study is read before the text

@@ -103,6 +103,9 @@ def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> 
     assert [warning["about"] for warning in json.loads(longer[1])["warnings"]] == ["seq_len"]
     other = leaven("transfer", tiny_file, "--like", tiny_file, "--set", "model.vocab_size=640", "--json")
     assert "vocab_size" in [warning["about"] for warning in json.loads(other[1])["warnings"]]
+    for change in ("hyperparameters.lr=1", "scaling={alpha=0.5}"):
+        code, _, err = leaven("transfer", tiny_file, "--like", tiny_file, "--set", change)
+        assert (code, "cannot be used, because --like takes this value from" in err) == (2, True)
     near = leaven("transfer", tiny_file, "--width", "32", "--json")
     assert (json.loads(near[1])["warnings"], near[2]) == ([], "")
 

@@ -145,6 +145,9 @@ def test_the_checkpoint_at_0_tokens_is_used(leaven: Verb, tiny_file: Path, tmp_p
     assert leaven("train", tiny_file, "--run", run, *kept, *lower)[0] == 0
     assert rewinds_of(RunFolder(run))[-1].to_tokens == 0
     assert RunFolder(run).finish()
+    code, _, err = leaven("train", tiny_file, "--run", run, *kept, *lower)
+    assert (code, len(rewinds_of(RunFolder(run)))) == (0, 1)
+    assert "--rewind-to 0 was already done by an earlier command, so the run resumes where it is" in err
 
 
 def test_bench_prints_one_document_and_writes_nothing(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:

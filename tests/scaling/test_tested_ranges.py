@@ -206,3 +206,4 @@ def test_a_recipe_of_a_run_whose_values_a_rewind_changed(tiny: Recipe) -> None:
     why = {"hyperparameters.lr": "since 14,848 tokens, by --rewind-to; before: 0.02", "batch": "by hand"}
     (one,) = rewound(tiny.replace({"why": why}))
     assert "other values of hyperparameters.lr until --rewind-to changed them" in one.message
+    assert [each.about for each in warnings(tiny.replace({"why": why}))] == ["rewound"]

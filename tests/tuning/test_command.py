@@ -37,6 +37,7 @@ from leaven.training.outcome import Baseline
 from leaven.training.run_logs import log_records, wandb_rows
 from leaven.tuning import search
 from leaven.tuning.command import Command, LossSource, SearchedValue, command_space, fill, text_of
+from leaven.tuning.earlier_study import unlike_earlier
 from leaven.tuning.service import command_study, processes
 from leaven.tuning.service.command_study import CommandStudy, CommandTrainer
 from leaven.tuning.service.losses import read_losses, why_none
@@ -738,6 +739,11 @@ def test_values_that_an_earlier_study_lacks_are_named(write: Write) -> None:
     assert "--from-study first: it did not search decay, so its trials count as trials at the start value" in tune(
         other, "--study", "second", "--trials", 2, "--from-study", "first"
     )
+    (caution,) = unlike_earlier(
+        Path("first"), command_space(write(command, PATTERN.replace("val", "train"), name="x.toml"))
+    )
+    assert caution.startswith("--from-study first: its losses were read in another way")
+    assert unlike_earlier(Path("first"), command_space(write(command))) == []
     none = write(f"{BIGRAM} --lr={{rate}} --seed={{seed}}", space=ONE.replace("lr =", "rate ="), name="none.toml")
     printed = tune(none, "--study", "third", "--trials", 2, "--from-study", "first", code=2)
     assert "this study searched lr and weight_decay, and none of these values is in the command file" in printed

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -881,3 +882,15 @@ def test_the_next_best_point_takes_the_place_of_a_finalist_that_diverges() -> No
 
 def test_how_many_trials_may_run_at_once_without_a_caution() -> None:
     assert [most_at_once(trials) for trials in (3, 15, 16, 24, 48, 96)] == [1, 1.25, 2, 2, 4, 8]
+
+
+def test_other_prior_knowledge_than_that_of_a_stored_study_is_named(tmp_path: Path) -> None:
+    def found(optimum: float, trials: int) -> None:
+        expected = {"a": (optimum, 0.5)}
+        search(lambda at: at["a"] ** 2, {"a": SPACE["a"]}, None, trials, storage=tmp_path / "s", expected=expected)
+
+    found(1.0, 2)
+    with pytest.warns(UserWarning, match="expected. has other content than when the study was created"):
+        found(-1.0, 3)
+    with warnings.catch_warnings(action="error"):
+        found(1.0, 4)

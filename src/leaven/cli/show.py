@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, SetOption, argument, load_recipe, option, print_document
+from leaven.cli.common import JsonOption, SetOption, argument, load_recipe, option, print_document, require_alone
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import RuleName
@@ -16,6 +18,7 @@ from leaven.views.terminal.recipe import recipe_screen, rule_table
 
 
 def show(
+    context: typer.Context,
     recipe: Annotated[Path | None, argument("RECIPE", "A recipe file (TOML).")] = None,
     rule: Annotated[
         RuleName | None, option(f"Print this scaling rule instead of a recipe: {', '.join(RULES)}.", metavar="NAME")
@@ -28,6 +31,7 @@ def show(
     With --rule, print a scaling rule instead.
     """
     if rule is not None:
+        require_alone(context, "--rule", "recipe overrides")
         document = RULES[rule].document()
         print_document(document, rule_table(document), json_output)
         return

@@ -103,6 +103,8 @@ def train(
     rewind = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     # Before hours of tokenising. `trainer.train` checks again, because the folder may change.
     trainer.check(loaded, folder, rewind)
+    if rewind is not None and rewind.done(RunFolder(folder), loaded):
+        warn([f"--rewind-to {rewind_to} was already done by an earlier command, so the run resumes where it is"])
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
         start = loaded.start.folder

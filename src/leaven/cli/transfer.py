@@ -88,8 +88,11 @@ def transfer(
         warn(_scaled(_paths(overrides), small, big))
     else:
         before = load_recipe(like, overrides)
+        taken = {"hyperparameters", "scaling", *taken_paths(small, before)}
         for path in _paths(overrides):
-            if path.startswith(("hyperparameters.", "scaling.")) or path in taken_paths(small, before):
+            if path.startswith(("hyperparameters.", "scaling.")) or any(
+                f"{each}.".startswith(f"{path}.") for each in taken
+            ):
                 raise InputError(
                     f"--set {path} cannot be used, because --like takes this value from {recipe}; change it there"
                 )

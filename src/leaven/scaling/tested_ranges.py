@@ -49,6 +49,7 @@ LARGE_LOGITS = 1.5
 def warnings(recipe: Recipe) -> list[CautionRow]:
     table = parameter_table(recipe)
     return [
+        *rewound(recipe),
         *_ratios(recipe, table),
         *_muon(recipe, table),
         *_output_norms(recipe, table),

@@ -33,7 +33,7 @@ from leaven.scaling.table import parameter_table
 from leaven.scaling.tested_ranges import unlike, unlike_training
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
-from leaven.tuning.command import CommandFile, CommandSpace, is_command_file
+from leaven.tuning.command import CommandFile, CommandSpace, command_space, is_command_file
 from leaven.tuning.point import (
     BATCH,
     CHOICES,
@@ -99,8 +99,8 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
     """Return warnings about differences between the new search and the study in ``folder``.
 
-    For recipes, the vocabulary size, sequence length, schedule, data.documents and text are compared. For commands,
-    the names of the searched values are compared.
+    For recipes, settings that change what a loss or a value means are compared. For commands, the names of the
+    searched values and the source of the losses are compared.
     """
     what = f"--from-study {folder}"
     if isinstance(space, Space):
@@ -119,13 +119,16 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
                 "values carry over only between similar texts"
             )
         return [f"{what}: {message}" for message in messages]
-    before = {d.path for d in read_document(folder).dimensions}
+    before, messages = {d.path for d in read_document(folder).dimensions}, []
+    if isinstance(space, CommandSpace) and command_space(folder / "centre.toml").file.loss != space.file.loss:
+        messages = [f"{what}: its losses were read in another way, so they and their noise may be other numbers"]
     missing = sorted(set(space.paths) - before)
     if not missing:
-        return []
+        return messages
     return [
+        *messages,
         f"{what}: it did not search {listed(missing, 'and')}, so its trials count as trials at the start value; "
-        "if a value only had another name there, give it the same name"
+        "if a value only had another name there, give it the same name",
     ]
 
 

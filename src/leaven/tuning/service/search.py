@@ -21,7 +21,7 @@ from leaven.tuning.service.leases import LEASE_SECONDS
 from leaven.tuning.service.search_loop import HUGE, Objective, Proposal, SearchLoop
 from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, check_search, known_trials
 from leaven.tuning.service.stores import open_store
-from leaven.tuning.service.study_settings import join_study
+from leaven.tuning.service.study_settings import join_study, unused_knowledge
 
 OCTAVES = 1000.0  # the largest log2 multiplier, because 2**1024 overflows
 FINEST = 1e-9  # octaves, the smallest scale
@@ -163,6 +163,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         seed=seed,
         noise=noise,
     )
+    for line in unused_knowledge(axes, stored.axes):
+        warnings.warn(line, stacklevel=2)
     plan = SearchPlan(stored.axes, method, seed, budget, noise, stop_at_noise)
 
     called: list[int] = []  # numbers of the trials of this call

@@ -67,7 +67,7 @@ from leaven.tuning.service.search_plan import (
 )
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.service.study_folder import StudyFolder, write_results
-from leaven.tuning.service.study_settings import join_study
+from leaven.tuning.service.study_settings import join_study, unused_knowledge
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import StudyDocument, front
 
@@ -174,6 +174,8 @@ class BaseStudy(ABC):
             recipe=self.space.recipe if isinstance(self.space, Space) else None,
             shared=self._shared,
         )
+        for line in unused_knowledge(self.space.axes, self._stored.axes):
+            self._note(f"caution: {line}")
         self._folder.require_same_study(saved_id, self._stored.random_id)
         self._folder.require_results(saved, self._stored.read())
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)

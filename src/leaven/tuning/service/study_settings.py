@@ -100,6 +100,21 @@ def join_study(
     return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise, what)
 
 
+def unused_knowledge(given: Axes, stored: Axes) -> list[str]:
+    """Return a line for each kind of prior knowledge in ``given`` that differs from that of the stored study."""
+    unused = {
+        EXPECTED: bool(given.expected) and given.expected != stored.expected,
+        EARLIER: given.earlier is not None
+        and stored.earlier is not None
+        and not np.array_equal(given.earlier.losses, stored.earlier.losses),
+    }
+    return [
+        f"{OPTIONS[key]} has other content than when the study was created; the study keeps its first"
+        for key, different in unused.items()
+        if different
+    ]
+
+
 def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
     """Return the stored settings of a study, or raise InputError if they do not match their digest.
 
