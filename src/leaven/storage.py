@@ -217,11 +217,9 @@ def require_page(path: Path) -> None:
     if is_device(path):
         return
     there = _content(path) if path.is_file() else b""
-    if there and there[: len(PAGE)].lower() != PAGE:
-        raise InputError(f"{path} exists and is not an HTML page; give another name, such as report.html")
     page, seal, found = there.replace(b"\r\n", b"\n").rpartition(_PAGE_SEAL)  # a copy may have other line ends
-    if seal and found != digest(page).encode() + b" -->\n":
-        raise InputError(f"{path} was edited after leaven wrote it; rename it, or give another name")
+    if there and not (seal and found == digest(page).encode() + b" -->\n"):
+        raise InputError(f"{path} was not written by leaven, or was edited since; rename it, or give another name")
     if path.suffix.lower() != ".html":
         raise InputError(f"{path}: give a name that ends in .html, such as report.html")
 

@@ -149,4 +149,4 @@ def test_start_weights_are_named_as_unused(tiny_file: Path, monkeypatch: pytest.
     code, _, err = leaven(
         "check", "decay", tiny_file, "--run", "run", "--durations", "1,2", "--set", "start.weights=wheat"
     )
-    assert (code, "the runs of this check train from scratch" in " ".join(err.split())) == (2, True), err
+    assert (code, "the models of this check start from random weights" in " ".join(err.split())) == (2, True), err

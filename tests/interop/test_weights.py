@@ -31,6 +31,7 @@ from leaven.interop.weights import (
     recipe_from,
     require_start,
     router_biases,
+    start_cautions,
     start_from,
     tensors_fingerprint,
     weights_fingerprint,
@@ -852,6 +853,12 @@ def test_start_weights_of_another_shape_are_refused(tiny: Recipe, tmp_path: Path
     longer |= {"seq_len": 64, "rope_theta": 1e6, "dropout": 0.1}
     recipe = tiny.replace({"model": longer})
     start(random_model(recipe), recipe, tmp_path / "rope")
+    given = recipe.replace({"start.weights": str(tmp_path / "rope")})
+    angles = start_cautions(given, None, None)[-1]
+    assert angles.startswith("model.rope_theta is 1,000,000.0, and the model in ")
+    shorter = {"model.seq_len": 16, "model.rope_theta": 10_000.0, "batch.tokens": given.batch.tokens}
+    length = start_cautions(given.replace(shorter), None, None)[-1]
+    assert length.endswith("takes 32; an export states 16")
 
 
 def test_the_fingerprint_of_weights_has_every_file_that_is_read(tmp_path: Path) -> None:

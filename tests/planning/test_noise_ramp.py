@@ -78,6 +78,8 @@ def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: 
         "none: the full batch of 256 tokens is at most 1 x the measured noise scale already at the first measurement "
         "that is used, at 100 tokens"
     )
+    one = noise_ramp(tiny.replace({"batch.tokens": tiny.model.seq_len}), noise(3), 1.0)
+    assert one.why == "none: the full batch is one sequence, and no batch is smaller"
     large = noise_ramp(tiny, noise(200), 1.0)
     assert large.set == []
     assert "--batch-tokens 192" in large.why  # whole sequences of 32

@@ -1544,7 +1544,7 @@ def test_a_sealed_checkpoint_with_other_tensors_is_damaged(
 def test_a_call_in_python_warns_of_start_weights_as_the_command_does(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("leaven.training.trainer.start_cautions", lambda folder, *_: [f"zeros in {folder}"])
+    monkeypatch.setattr("leaven.training.trainer.start_cautions", lambda of, *_: [f"zeros in {of.start.folder}"])
     recipe = tiny.replace({"start.weights": str(tmp_path)})
     with pytest.warns(UserWarning, match=f"zeros in {tmp_path}") as seen, pytest.raises(InputError):
         train(recipe, tokens, tmp_path / "run")

@@ -180,14 +180,16 @@ def test_a_command_with_the_values_of_a_recipe(write: Write, tiny_file: Path) ->
     assert "--command" in study_page(read_study(Path("study")))
     assert tune(tiny_file, *words, code=2).startswith("the command has no {init_std}")
     # {recipe} has all values; modules and the sizes of the model are placeholders, too.
-    command = "echo {embedding.lr} {model.d_model} >> seen; sed -n 's/^lr = /iter 1: val loss /p' {recipe}"
+    command = (
+        "echo {embedding.lr} {model.d_model} {batch.tokens} >> seen; sed -n 's/^lr = /iter 1: val loss /p' {recipe}"
+    )
     words = ("--command", command, *words[2:6], "--study", "other", "--space", "hyperparameters.lr")
     tune(tiny_file, *words)
     best = subprocess.run(document("other").best_command, shell=True, capture_output=True, text=True, check=True)
     assert float(best.stdout.split()[-1]) == document("other").best.loss  # type: ignore[union-attr]
     for trial in document("other").trials:
         assert trial.loss == trial.values["hyperparameters.lr"]
-    assert set(Path("seen").read_text().splitlines()) == {f"1.0 {start.model.d_model}"}
+    assert set(Path("seen").read_text().splitlines()) == {f"1.0 {start.model.d_model} {start.batch.tokens}"}
 
 
 ROW = """echo '{"loss": 3, "i": 1, "n": null}' > {out}/a; : {lr} {seed}"""

@@ -101,6 +101,13 @@ def test_a_folder_of_files_any_value_and_any_size(tmp_path: Path) -> None:
     assert document.settings["columns not used"] == ["host"]
 
 
+def test_values_that_differ_by_rounding_are_one_value(tmp_path: Path) -> None:
+    runs = rows({64: -6.3, 256: -6.3}, 0.01)
+    rounded = [run | {"lr": float(np.float32(run["lr"]))} if number % 2 else run for number, run in enumerate(runs)]
+    plain, other = (transfer_of_runs(write(tmp_path / "a.csv", each)) for each in (runs, rounded))
+    assert [(row.slope, row.note) for row in other.rows] == [(row.slope, row.note) for row in plain.rows]
+
+
 def without(column: str) -> Callable[[list[Row]], list[Row]]:
     return lambda runs: [{key: value for key, value in run.items() if key != column} for run in runs]
 

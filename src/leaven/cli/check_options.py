@@ -166,8 +166,10 @@ class SizeOptions(CheckOptions):
     for_factories = ("source", "alpha")
 
     def train(self, kind: "type[SizeCheck[Any]]", steps: int, lr_factor: float) -> CheckDocument:
+        subject = self.read()
+        _warn_of_start(subject)
         check = kind.of(
-            self.read(),
+            subject,
             prepare_text,
             widths=self.widths,
             depths=self.depths,
@@ -181,6 +183,11 @@ class SizeOptions(CheckOptions):
         )
         with LiveScreen() as screen:
             return check.run(screen.counts("models"))
+
+
+def _warn_of_start(subject: Recipe | str) -> None:
+    if isinstance(subject, Recipe) and subject.start.weights:
+        warn(["the models of this check start from random weights, because [start] weights have a fixed shape"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +208,7 @@ class RecipeRunOptions(CheckOptions):
         recipe = self.read()
         if isinstance(recipe, str):
             raise InputError(f"this check does not support module:factory ({recipe}); give a recipe file instead")
-        if recipe.start.weights:
-            warn(["the runs of this check train from scratch, because [start] weights have a fixed shape"])
+        _warn_of_start(recipe)
         return recipe_models(recipe, prepare_text), scale or RunScale(recipe.model.d_model, recipe.model.n_layers)
 
     def sweep(

@@ -238,11 +238,10 @@ def exit_interrupted(message: str) -> NoReturn:
     raise typer.Exit(INTERRUPTED)
 
 
-def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
+def prepare_text(data: "Data", vocab_size: int, recipe: "Recipe | None" = None) -> "TokenSet":
     """Tokenise a text, and return the tokens. Show a progress bar, and print notes.
 
-    ``start`` is a folder with weights. Print a caution if the text was made with another tokenizer or end-of-text
-    token than these weights, or if some of the weights are zeros, as after an interrupted copy.
+    If ``recipe`` is given, also print cautions about its [start] weights.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
@@ -251,9 +250,9 @@ def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "T
         tokens = prepare(data, vocab_size, progress=screen.text)
         for note in tokens.notes:
             screen.line(f"  {note}")
-        if start is not None:
+        if recipe is not None and recipe.start.weights:
             from leaven.interop.weights import start_cautions
 
-            for caution in start_cautions(start, tokens.tokenizer_path, tokens.end_of_text):
+            for caution in start_cautions(recipe, tokens.tokenizer_path, tokens.end_of_text):
                 screen.line(f"  caution: {caution}")
     return tokens

@@ -107,8 +107,7 @@ def train(
         warn([f"--rewind-to {rewind_to} was already done by an earlier command, so the run resumes where it is"])
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
-        start = loaded.start.folder
-        tokens = rank_zero_first(group, lambda: prepare_text(loaded.data, loaded.model.vocab_size, start))
+        tokens = rank_zero_first(group, lambda: prepare_text(loaded.data, loaded.model.vocab_size, loaded))
         with stop_on_signal() as stop, TrainScreen(loaded, log_every) as screen:
             try:
                 summary = trainer.train(

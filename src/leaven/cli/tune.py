@@ -323,5 +323,5 @@ def _study_of_recipe(
         at_once, why = stack_size(searched, given["durations"], budget["trials"], gpus, lambda: free_memory(device))
         number = f"{at_once} trials at once" if at_once > 1 else "one trial at a time"
         errors.print(f"each GPU trains {number}: {why}")
-    tokens = prepare_text(recipe.data, recipe.model.vocab_size, recipe.start.folder)
+    tokens = prepare_text(recipe.data, recipe.model.vocab_size, recipe)
     return Study(folder, recipe, searched, method, tokens, url, **given, stack=at_once)

@@ -389,12 +389,24 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     return plain
 
 
-def start_cautions(folder: Path, tokenizer: Path | None, end: int | None) -> list[str]:
-    """Return warnings about training that starts from the model in ``folder``: other token ids than those of
-    ``tokenizer``, another end of documents than the id ``end``, and matrices of zeros."""
+def start_cautions(recipe: Recipe, tokenizer: Path | None, end: int | None) -> list[str]:
+    """Return warnings about training from the [start] weights of a recipe: other token ids than those of the text's
+    ``tokenizer``, another end of documents than the id ``end``, matrices of zeros, and other positions or lengths."""
+    if (folder := recipe.start.folder) is None:
+        return []
     of_tokenizer = tokenizer and tokenizer_caution(folder, tokenizer)
     of_ends = ends_caution(folder, tokenizer, end) if tokenizer and end is not None else None
-    return [caution for caution in (of_tokenizer, of_ends, zeros_caution(folder)) if caution]
+    found = [of_tokenizer, of_ends, zeros_caution(folder)]
+    with suppress(InputError):  # a run that resumes does not need the weights
+        there, here = read_huggingface(folder).shape, recipe.model
+        if there.rope_theta != here.rope_theta and here.positions == "rope":
+            found.append(
+                f"model.rope_theta is {here.rope_theta:,}, and the model in {folder} has {there.rope_theta:,}"
+            )
+        if here.seq_len < there.seq_len:
+            lengths = f"sequences have {here.seq_len:,} tokens, and the model in {folder} takes {there.seq_len:,}"
+            found.append(f"{lengths}; an export states {here.seq_len:,}")
+    return [caution for caution in found if caution]
 
 
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:

@@ -246,6 +246,8 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
             f"none: even at the end of the run, {allowed} allows only a batch of {format_quantity(end_batch)} "
             f"tokens, not of {full}; use leaven transfer --batch-tokens {end_batch}"
         )
+    elif sequences == 1:
+        why = "none: the full batch is one sequence, and no batch is smaller"
     elif not later:
         why = (
             f"none: the full batch of {full} tokens is at most {allowed} already at the first measurement that is "

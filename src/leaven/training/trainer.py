@@ -166,7 +166,7 @@ def train(
     folder = storage.expanded(folder)
     _require_tokens_of(recipe, tokens)
     log_to = writers(log_to)
-    on_event = on_event or _warnings_of_faults(folder, tokens, recipe.start.folder, sys._getframe(1), group)
+    on_event = on_event or _warnings_of_faults(folder, tokens, recipe, sys._getframe(1), group)
     with _stopped_by_ctrl_c(stop) as asked, plain_torch():
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
@@ -202,10 +202,10 @@ def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
 
 
 def _warnings_of_faults(
-    folder: Path, tokens: "TokenSet", start: Path | None, caller: FrameType, group: ProcessGroup
+    folder: Path, tokens: "TokenSet", recipe: Recipe, caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Issue each note about ``tokens`` and the start weights in the folder ``start`` as a Python warning. Return a
-    callback that issues warnings for events.
+    """Issue each note about ``tokens`` and the recipe's start weights as a Python warning. Return a callback that
+    issues warnings for events.
 
     The callback's warnings are ``folder`` followed by a message of :func:`faults_in`. Only rank 0 warns. A warning
     points to the line that ``caller`` was executing when this function was called. Equal warnings are shown once.
@@ -220,7 +220,7 @@ def _warnings_of_faults(
         for fault in faults_in(event, values):
             warn(f"{folder}: {fault}")
 
-    of_start = start_cautions(start, tokens.tokenizer_path, tokens.end_of_text) if start and group.is_first else []
+    of_start = start_cautions(recipe, tokens.tokenizer_path, tokens.end_of_text) if group.is_first else []
     for note in (*tokens.notes, *of_start):
         warn(note)
     return on_event

@@ -166,7 +166,7 @@ class Space(SearchSpace):
             for path, value in flatten(recipe.model_dump(mode="json", exclude={"why"})).items()
             if isinstance(value, int | float | str)
         }
-        paths = {*point.searchable(recipe), *self.paths}
+        paths = {*point.searchable(recipe), *self.paths} - found.keys()
         found |= {path: value for path in paths if (value := point.value_at(recipe, path)) is not None}
         return found | {short_path(path): value for path, value in found.items()}
 

@@ -74,6 +74,11 @@ def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
     return RunScale(**{"width": 1, "depth": 1} | values)  # type: ignore[arg-type]
 
 
+def _swept(row: LoggedRow, value: str) -> float:
+    """Return the swept value of a row with six digits: 0.01 in float32 is 0.0099999998."""
+    return float(f"{row.above_0(value):.6g}")
+
+
 def _scale_name(scale: RunScale, axes: Iterable[str]) -> str:
     return " ".join(f"{axis} {getattr(scale, axis):.15g}" for axis in axes)  # e.g. width 64 depth 4
 
@@ -134,7 +139,7 @@ def _runs_by_size(
         raise InputError(f"{path} has {has}; add a column with the size of the runs, e.g. width")
     found: dict[RunScale, dict[float, dict[Hashable, LoggedRow]]] = {}
     for row in rows:
-        runs = found.setdefault(_scale_of(row, axes), {}).setdefault(row.above_0(value), {})
+        runs = found.setdefault(_scale_of(row, axes), {}).setdefault(_swept(row, value), {})
         seed = row.place if (written := row.seed()) is None else written
         if (first := runs.setdefault(seed, row)) is not row:
             twice = f"{row.place} repeats the size, {value} and seed of {first.place}"
@@ -188,7 +193,7 @@ def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: 
     lengths, runs = dict[Hashable, set[float]](), dict[Hashable, tuple[float, LoggedRow]]()
     others = [axis for axis in axes if axis != "tokens"]
     for row in [row for row in rows if math.isfinite(row.loss())]:
-        name = row.above_0(value), row.seed(), *(str(row.values.get(name)) for name in names)
+        name = _swept(row, value), row.seed(), *(str(row.values.get(name)) for name in names)
         if "tokens" in axes:
             of_run = lengths.setdefault((_scale_of(row, others), *name), set())
             of_run.add(row.above_0("tokens"))

@@ -162,7 +162,8 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
         options += ["--durations", ",".join(map(str, study.durations))]
     if study.noise_runs == GIVEN:
         options += ["--noise", repr(study.noise_floor)]
-    return shlex.join(["leaven", "tune", recipe, *options])
+    command = shlex.join(["leaven", "tune", recipe, *options])
+    return command if study.informed is None else f"{command}  # and --prior or --from-study, as the study began"
 
 
 def _space(study: StudyView, recipe: Recipe) -> str:

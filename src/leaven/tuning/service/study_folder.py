@@ -262,7 +262,9 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
     assert point is not None
     assert best is not None
     start = space.values({**point, path: 0.0})[path]
-    if not isinstance(start, str):  # numbers of tokens are exact, because `transfer_like` reads them
+    if isinstance(start, bool):
+        start = str(start).lower()
+    elif not isinstance(start, str):  # numbers of tokens are exact, because `transfer_like` reads them
         start = f"{start:,}" if isinstance(start, int) else format_number(start)
     seeds = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
     parts = [
@@ -281,7 +283,7 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
         each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
         # Sorted, because a beta falls when its distance grows.
         ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
-        if numbers := sorted(end for end in ends if not isinstance(end, str)):
+        if numbers := sorted(end for end in ends if not isinstance(end, str | bool)):
             parts += [
                 "the loss is equal within the noise between "
                 f"{format_number(numbers[0])} and {format_number(numbers[1])}"
