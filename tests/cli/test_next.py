@@ -224,6 +224,8 @@ def test_the_best_recipe_of_a_study_has_one_run_folder(road: Path) -> None:
     for file in ("best.toml", "study.json"):
         (second / file).write_bytes((study / file).read_bytes())
     transfer, _ = next_commands.after_tune(study / "best.toml", second)
+    (second / "best.toml").write_text("a command file")
+    assert next_commands.after_tune(study / "best.toml", second, "sh train.sh")[0] == "sh train.sh"
     assert transfer == "leaven transfer studies/rye/best.toml --like wheat.toml -o wheat-tuned.toml"
 
 

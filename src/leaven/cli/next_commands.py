@@ -81,13 +81,13 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
     """Return the commands to suggest after a study: use the best values, and then report on the study."""
     best = study / "best.toml"
+    report = _line("report", study, "-o", study / "report.html")
+    if command:  # the user's own training command, with the best values
+        return [command, report]
     target = path.with_stem(path.stem.removesuffix(PROXY))
     if _of_study(path) and (name := read_recipe(best).name).endswith(PROXY):  # the name of the first recipe
         beside_it = Path(f"{name.removesuffix(PROXY)}.toml")
         target = beside_it if beside_it.exists() and read_recipe(beside_it).name == beside_it.stem else path
-    report = _line("report", study, "-o", study / "report.html")
-    if command:  # the user's own training command, with the best values
-        return [command, report]
     if target == path or not target.exists():
         return [_line("recipes", "check", best), *train(best, read_recipe(best)), report]
     return [_line("transfer", best, "--like", target, "-o", free(beside(target, TUNED))), report]
