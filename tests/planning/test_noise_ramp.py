@@ -75,8 +75,8 @@ def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: 
     early = noise_ramp(tiny, noise(4_096), 1.0)
     assert (early.set, len(early.stages)) == ([], 1)
     assert early.why == (
-        "none: the full batch of 256 tokens is at most 1 x the measured noise scale already at the first measurement "
-        "that is used, at 100 tokens"
+        "none: the full batch of 256 tokens is at most 1 x the measured noise scale, even at the first measurement "
+        "used (at 100 tokens)"
     )
     large = noise_ramp(tiny, noise(200), 1.0)
     assert large.set == []

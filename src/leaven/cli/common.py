@@ -241,8 +241,8 @@ def exit_interrupted(message: str) -> NoReturn:
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
     """Tokenise a text, and return the tokens. Show a progress bar, and print notes.
 
-    ``start`` is a folder with weights. Print a caution if the text was made with another tokenizer or end-of-text
-    token than these weights, or if some of the weights are zeros, as after an interrupted copy.
+    ``start`` is the folder of a model. Print a caution if this model was trained with another tokenizer or
+    end-of-text token, or if some of its matrices are zeros, as after an interrupted copy.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen

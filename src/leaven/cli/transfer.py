@@ -50,8 +50,8 @@ def transfer(
     like: Annotated[
         Path | None,
         option(
-            "Put the tuned values into this recipe. Of the other values of TARGET.toml, only those change that the "
-            "study searched; the batch size and the tokens are multiplied as in the study.",
+            "Copy the tables [hyperparameters] and [scaling] of RECIPE into this recipe, and other values only if "
+            "the study searched them. A searched batch size or number of tokens is multiplied as in the study.",
             metavar="TARGET.toml",
         ),
     ] = None,
