@@ -45,8 +45,8 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs at each lr. The smallest width has a run for each seed. Each larger width has one run for each of
-        the two scaling rules, with seed 0."""
+        """The runs of the lr grid. For each lr, the smallest width has one run per seed, and each larger width has
+        one run per scaling rule, with seed 0."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),

@@ -1,7 +1,7 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
-If the new content of a file cannot be written, the old file stays. Except in /dev and /proc, the target of a link
-to a file is never changed, because somebody else may have made the link. Functions for a path that a user has typed
+If the new content of a file cannot be written, the old file stays. Outside /dev and /proc, no function writes
+through a link to a file, because somebody else may have made the link. Functions for a path that a user has typed
 raise InputError.
 """
 
@@ -141,7 +141,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename the folder ``temporary`` to ``final``, which must be new or empty. Sync all files before."""
+    """Sync the files in ``temporary``, then rename this folder to ``final``, which must be new or empty."""
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()

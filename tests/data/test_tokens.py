@@ -352,8 +352,9 @@ def test_windows_of_a_source_that_has_too_few_are_repeated(tmp_path: Path) -> No
     assert found.count("a") == (len(tokens.sources[0].validation) - 1) // 10  # none of them is repeated
     assert tokens.uneven_validation(10, 400) is None
     said = tokens.uneven_validation(10, 20) or ""
-    assert said.startswith("the validation loss is the mean of 2 sequences; 50% of them, but 75% of the training ")
-    assert said.endswith("/a.jsonl; set evaluation.tokens = 40")
+    assert said.endswith(
+        "/a.jsonl has 50% of the 2 validation sequences, but 75% of the training data; set evaluation.tokens = 40"
+    )
     assert tokens.uneven_validation(10, 40) is None
     for weights in ((60, 40), (65, 35), (5, 3, 2)):  # what the line proposes is enough
         mixture = prepare_data(mixed(tmp_path, *weights), 5, tmp_path)

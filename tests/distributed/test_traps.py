@@ -82,7 +82,7 @@ def test_zero_bubble_is_refused_where_torch_computes_it_wrong(there: str, wrong:
     [
         (1, "there is one process; start the run with torchrun --nproc-per-node 8"),
         (16, "there are 16 processes; dp=4 would work"),
-        (6, "there are 6 processes; change them so that their product is the number of processes"),
+        (6, "there are 6 processes; change dp, tp or pp so that their product is the number of processes"),
     ],
 )
 def test_a_wrong_number_of_processes_is_refused(processes: int, said: str, tiny: Recipe) -> None:

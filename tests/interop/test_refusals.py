@@ -189,7 +189,7 @@ SWAPPED = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
         ({"roles": {"lm_head.weight": "readout"}}, "unknown role 'readout'; the roles are embedding"),
         (
             {"modules": {"model.norm.weight": "mlp.out"}},
-            "model.norm.weight has the role final_norm, so it cannot be the module mlp.out",
+            "model.norm.weight has the role final_norm, so its module cannot be mlp.out",
         ),
         ({"modules": SWAPPED}, r"up_proj.weight \(192 x 64, 96 x 32 in the base\): it ends a branch"),
         ({"base": gpt2(32, 2)}, "transformer.wte.weight exists only in the base"),

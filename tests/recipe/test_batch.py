@@ -74,7 +74,7 @@ RAMP = {"start_tokens": 50, "increment_tokens": 50, "over_tokens": 10}
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"tokens": 100, "ramp": RAMP | {"start_tokens": 200}}, "above its end"),
+        ({"tokens": 100, "ramp": RAMP | {"start_tokens": 200}}, "tokens is only 100"),
         ({"tokens": 100, "ramp": RAMP | {"increment_tokens": 15}}, "whole number of"),
         ({"tokens": 100, "stages": [{"from_tokens": 5, "tokens": 100}]}, "start at 0"),
         ({"tokens": 100, "stages": [{"from_tokens": 0, "tokens": 50}]}, "make them equal"),

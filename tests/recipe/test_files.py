@@ -98,7 +98,7 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
         ("hyperparameters.grad_clip=-1", "[hyperparameters.grad_clip] limit: input should be greater than or equal"),
         (
             "hyperparameters.modules.embedding.residual=2",
-            "only the last matrix of a residual branch has one: attention.out and mlp",
+            "only the last matrix of a residual branch has one: att",
         ),
         ("model.d_model=65", "d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
         ("batch.tokens=16", "a batch of 16 tokens is smaller than one sequence of 32"),

@@ -48,7 +48,7 @@ def test_an_attention_width_that_is_not_the_model_width() -> None:
         ({"d_head": 1, "n_heads": 2048, "n_kv_heads": 1}, "even d_head"),
         ({"n_layers": True}, "n_layers"),
         ({"qk_norm_whole": True}, "needs qk_norm = true"),
-        ({"rotary_fraction": 0.3}, "of d_head 64 must be a positive even number"),
+        ({"rotary_fraction": 0.3}, "= 0.3 x 64 must be a positive even number"),
         ({"rotary_fraction": 0.5, "positions": "alibi"}, 'positions must be "rope"'),
         ({"attention_softcap": 50.0, "dropout": 0.1}, "neither dropout nor ALiBi"),
         ({"global_every": 4}, "needs a sliding window"),

@@ -286,7 +286,7 @@ def test_the_recipe_of_a_rewind_whose_event_is_lost_is_in_the_checkpoint(
 
 def test_a_run_that_has_lost_its_recipe_says_how_to_go_on(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     kept = run.recipe_file.rename(run.path.with_name("kept.toml"))
-    with pytest.raises(InputError, match=r"has lost its recipe.toml; copy the recipe with which the run began to"):
+    with pytest.raises(InputError, match=r"has lost its recipe.toml; copy the run's original recipe to"):
         train(recipe, tokens, run.path)
     shutil.copy(kept, run.recipe_file)
     assert train(recipe, tokens, run.path).finished

@@ -208,7 +208,7 @@ def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:
         fitting,
         "a stack, the largest that fits into half of the free memory",
     )
-    assert stack_size(searched, (), 23, 1, room) == (1, "23 trials are too few for a stack")
+    assert stack_size(searched, (), 23, 1, room) == (1, "23 trials are too few to train several at once")
     assert stack_size(searched, (), 48, 1, lambda: 1e6) == (1, "two trials do not fit into half of the free memory")
     assert "unknown" in stack_size(searched, (), None, 1, room)[1]
     assert "one duration" in stack_size(searched, (2_560, 5_120), 48, 1, room)[1]
@@ -217,7 +217,7 @@ def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:
     wide = transfer(tiny, width=1_024, depth=8)
     assert stack_size(space(wide, LR), (), 480, 1, room) == (
         1,
-        f"several trials at once were measured only up to {STACKED_FLOPS:.2g} FLOPs a step",
+        f"several trials at once are known to be faster only up to {STACKED_FLOPS:.2g} FLOPs a step",
     )
 
 
@@ -359,7 +359,7 @@ def test_what_workers_auto_says(tiny_file: Path, tmp_path: Path, monkeypatch: py
     said = CliRunner().invoke(app, [*verb, "--workers", "auto"]).stderr
     assert "each GPU trains 4 trials at once: a stack of 1/24 of all trials" in said
     said = CliRunner().invoke(app, [*verb[:-1], "8", "--workers", "auto"]).stderr
-    assert "each GPU trains one trial at a time: 8 trials are too few for a stack" in said
+    assert "each GPU trains one trial at a time: 8 trials are too few to train several at once" in said
     for own in (["--workers", "2"], ["--workers", "auto", "--stack", "1"], ["--workers", "auto", "--stack", "5"]):
         assert "each GPU" not in CliRunner().invoke(app, [*verb, *own]).stderr
     assert given == [4, 1, 1, 1, 5]

@@ -1489,8 +1489,8 @@ def test_a_loss_only_among_the_results_of_hyperparameters_is_read(tmp_path: Path
             writer.add_hparams({"lr": 0.1}, {"loss": 0.0, "hparam/loss": loss})
             writer.add_scalar("other", 3.0, 1)
     assert read_losses(source, tmp_path / "results", complete=True) == ()
-    message = "reported no loss: loss is only a result of add_hparams, which is read only if its name begins with"
-    assert why_none(source, tmp_path / "results") == f"{message} hparam/"
+    message = "reported no loss: loss is only a result of add_hparams; such results are read only if"
+    assert why_none(source, tmp_path / "results") == f"{message} their name begins with hparam/"
     named = source.model_copy(update={"key": "hparam/loss"})
     assert read_losses(named, tmp_path / "results", complete=True) == ((0, 2.0),)
     # Lightning writes hyperparameters and losses to one file; a later attempt may add a single loss.

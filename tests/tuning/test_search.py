@@ -205,7 +205,7 @@ JOURNAL = [  # what is replaced, by what, and the message
     (r'\{"op_code":4,[^\n]*"job":"search:3"[^\n]*\n', "", "has lost a trial before"),
     (r"\{[^\n]*\n", "", "a line is missing or was changed"),
     (r'"datetime_start":"2', '"datetime_start":"x', "a line is missing or was changed"),
-    (r'"scales":\{"a":1.0', '"scales":{"a":1.5', "settings of .* were changed in its store"),
+    (r'"scales":\{"a":1.0', '"scales":{"a":1.5', "the stored settings were changed"),
 ]
 DATABASE = {
     "UPDATE trial_values SET value = value + 1e-9 WHERE trial_id = 4": "trial 3 of .* was changed after it had",

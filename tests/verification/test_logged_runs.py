@@ -376,9 +376,7 @@ def test_rows_with_the_same_losses_are_no_two_seeds(tmp_path: Path, seeded: bool
     written = (runs, [run | {"seed": 1} for run in runs]) if seeded else [without("seed")(runs)] * 2
     for name, lines in zip(("a", "a (copy)"), written, strict=True):
         write(tmp_path / f"{name}.csv", lines)
-    with pytest.raises(
-        InputError, match=r"a\.csv: row 1 repeats the loss of .*a \(copy\)\.csv: row 1, and at this size"
-    ):
+    with pytest.raises(InputError, match=r"a\.csv: row 1 repeats the loss of .*a \(copy\)\.csv: row 1; at this size"):
         transfer_of_runs(tmp_path)
     once = [run | {"seed": 1} for run in runs if run["lr"] == 2.0**-6]  # rounded losses of one value may be equal
     assert transfer_of_runs(write(tmp_path / "once.csv", runs + once)).settings["seeds"] == "1 to 2"
@@ -417,7 +415,7 @@ def test_points_of_loss_curves_are_no_seeds(tmp_path: Path) -> None:
     tokens = [{"tokens" if name == "step" else name: value for name, value in run.items()} for run in late]
     transfer_of_runs(write(tmp_path / "runs.csv", tokens))  # eight lengths
     tokens = [run | {"tokens": run["step"]} for run in without("seed")(logged(range(100, 2200, 100)))]
-    with pytest.raises(InputError, match="row 21: width 64, lr 0.00195312 has more than 20 values of tokens, so "):
+    with pytest.raises(InputError, match="row 21: the rows with width 64, lr 0.00195312 have more than 20 values"):
         transfer_of_runs(write(tmp_path / "runs.csv", tokens))
 
 
@@ -647,11 +645,12 @@ def test_names_that_cannot_be_read_and_differ_are_refused(tmp_path: Path) -> Non
     for number, name in enumerate(("width1_{:03}-lr{}", "width{0}-lr{1}/{0}x{1}", "width{0}-lr{1}-2024-{1}")):
         folder = tensorboard_runs(tmp_path / f"b{number}", *(name.format(w, lr) for w, lr in values))
         with pytest.raises(
-            InputError, match="cannot be read from .*; rename it to pairs of a name and a number .not its logarithm"
+            InputError,
+            match="cannot read .* in the name .*; rename it to pairs of a name and a number .not its logarithm",
         ):
             transfer_of_runs(folder)
     folder = tensorboard_runs(tmp_path / "d", *(f"width{w}_lr{lr}_beta2_0.{lr}" for w, lr in values))
-    with refused("from '0.", "_beta2_0.", "cannot be read", "lr=0.004,beta2=0.95 or seed0, or"):
+    with refused("cannot read '0.", "in the name width", "_beta2_0.", "lr=0.004,beta2=0.95 or seed0, or"):
         transfer_of_runs(folder)
     ids = [f"width{w}-lr{lr}/offline-run-20240501_12{w:03}{lr}-a1/run-a{w}{lr}.wandb" for w, lr in values]
     theirs = Path(__file__).parents[1] / "tuning" / "wandb" / "offline.wandb"
@@ -1114,7 +1113,7 @@ def test_hyperparameters_in_tensorboard_are_no_run(tmp_path: Path) -> None:
             tmp_path / "placeholder" / f"width{run['width']}-lr{run['lr']}-seed{run['seed']}"
         ) as writer:
             writer.add_hparams({"lr": run["lr"]}, {"loss": run["loss"]})
-    with refused("loss is only a result of add_hparams, which is read only if its name begins with hparam/"):
+    with refused("only a result of add_hparams; such results are read only if their name begins with hparam/"):
         transfer_of_runs(tmp_path / "placeholder")
     # A run that has ended before its first loss is not left out.
     lost = tmp_path / "hp" / "width64-lr1-seed0"

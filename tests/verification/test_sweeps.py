@@ -65,7 +65,7 @@ def test_a_right_exponent_passes_and_twice_the_batch_shows_what_limits_the_base(
     assert verdict.passed == (noise < 0.01)  # with much noise, the regret may be above its limit
     assert all(row.passed or row.undecided for row in verdict.rows)
     assert value(verdict, "exponent").note == "the rule's exponent is inside the 95% interval"
-    found = value(verdict, "cost of twice the batch")
+    found = value(verdict, "cost of doubling the batch")
     assert found.value == pytest.approx(cost / 0.1, abs=1.5 * noise / 0.1)
     assert found.note.startswith(note)
 
@@ -77,7 +77,7 @@ def test_runs_that_diverge_are_named(tiny: Recipe, section: str) -> None:
         return math.inf if larger else losses(tiny, -0.5, 0.01)(recipe)
 
     verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(loss))
-    cost = value(verdict, "cost of twice the batch")
+    cost = value(verdict, "cost of doubling the batch")
     assert cost.value is None
     assert cost.note == ("twice the batch diverges" if section == "batch" else "too many runs diverged")
     arms = {row.note for row in verdict.measured if row.name.startswith("tokens x2, ")}
@@ -144,7 +144,7 @@ def test_decay_and_init_are_swept_in_base_coordinates(tiny: Recipe) -> None:
 
 def test_a_gain_of_more_tokens_within_the_noise_is_not_divided_by(tiny: Recipe) -> None:
     verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(losses(tiny, -0.5, 0.05, 0.2)))
-    found = value(verdict, "cost of twice the batch")
+    found = value(verdict, "cost of doubling the batch")
     assert found.value is not None
     assert (found.low, found.high) == (None, None)
     assert found.note.startswith("no interval: more tokens may not lower the loss")

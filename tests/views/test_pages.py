@@ -152,7 +152,7 @@ def test_an_unfinished_demo_has_no_page(tmp_path):
     [
         (0.5, 0.01, "is 0.610 nats lower than with these values copied (95% interval 0.585 to 0.635, 3 seeds)."),
         (-0.5, 0.01, "is 0.390 nats HIGHER than with these values copied"),
-        (0.0, 0.1, "is within noise of that with these values copied: 0.200 nats lower"),
+        (0.0, 0.1, "is, within noise, the same as with these values copied: 0.200 nats lower"),
     ],
 )
 def test_the_headline_says_what_was_found(gain, noise, says):

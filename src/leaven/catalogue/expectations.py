@@ -12,7 +12,7 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """The predicted best value of a hyperparameter, compared with the recipe's value (scaling rule applied)."""
+    """The predicted best value of a hyperparameter, compared with the recipe's value after its scaling rule."""
 
     octaves: float  # log2(expected value / the recipe's value)
     deviation: float  # standard deviation of log2(value) over the values of the laws and runs

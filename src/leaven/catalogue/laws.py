@@ -105,8 +105,8 @@ class ExpertsLoss(Part):
     """A loss law of mixtures of experts (arXiv 2502.05172, equations 4 and 6).
 
     L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E), for N parameters that a token
-    uses, and D training tokens. E stands for the number of experts: it grows from ``start`` for a dense model towards
-    ``most``.
+    uses, and D training tokens. E is a bounded function of the number of experts: ``start`` for a dense model, and
+    at most ``most``.
     """
 
     irreducible: float

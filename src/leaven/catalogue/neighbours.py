@@ -1,7 +1,7 @@
 """Combine the values of a model's neighbours, the published runs nearest in size.
 
-Runs of one lineage copied their learning rates from each other, so only one run of each lineage counts. It is the
-one that is most similar to the model, see :func:`nearest`. The value of a run is called its vote.
+Runs of one lineage copied their learning rates from each other, so only the most similar run of each lineage counts
+(see :func:`neighbours`). The value of a run is called its vote.
 """
 
 import math
@@ -23,13 +23,12 @@ from leaven.recipe.units import listed
 FACTOR = 4.0
 """A run is near if its size is within this factor of the model's. Other runs say little about lr and batch."""
 NEAREST = 3
-"""At least this many runs of different lineages vote, even if fewer are near. So no lineage decides alone."""
+"""Smallest number of runs that vote. If fewer are near, others vote, too, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` runs are near, the weight of a vote reaches nearly 0 at this factor times the size ratio of
-the farthest run."""
+"""If fewer than `NEAREST` runs are near, weights fall to nearly 0 at this factor x the farthest run's size ratio."""
 ALIKE = 2.0
-"""A published mixture of experts votes on shared experts and dense layers only if it is similar to the model: its
-number of active experts, and its (all experts) / (active experts), must be within this factor of the model's."""
+"""Shared experts and dense layers are chosen from published mixtures of experts that are similar to the model: their
+number of active experts, and their (all experts) / (active experts), are within this factor of the model's."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
@@ -68,8 +67,8 @@ def nearest(
 
     A factor of 2 in size is a distance of 1, and a factor of 2 in tokens is a distance of 1/8. Only runs whose size
     is within ``factor`` of the model's are returned, sorted by fit to ``kind``, then by fit to ``stack``, then by
-    distance. If there are none, all runs are returned, sorted by distance. At the end, the first run of each lineage
-    moves to the front. Raise InputError for invalid arguments, or if no run has an lr that can be compared.
+    distance. If there are none, all runs are returned, sorted by distance. After sorting, the first run of each
+    lineage moves to the front. Raise InputError for invalid arguments, or if no run has an lr that can be compared.
 
     Args:
         limit: the largest number of runs to return.
@@ -207,7 +206,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the values ``by`` (by run id) and exp(median of their logarithms), weighted by :meth:`weights`."""
+        """Return the median in log space of the values ``by`` (by run id), weighted by :meth:`weights`."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
@@ -218,8 +217,8 @@ class Neighbours:
         """Return the weight of each run's vote, by run id.
 
         The weight falls from 1 at the model's size to nearly 0 at the size ratio `FACTOR`. If fewer than `NEAREST`
-        runs are within `FACTOR`, the weight reaches nearly 0 at `EDGE` times the size ratio of the farthest run. If
-        no run is within `FACTOR`, or if there is a reference run, all weights are 1.
+        runs are within `FACTOR`, it falls to nearly 0 at `EDGE` times the size ratio of the last of ``runs``. If no
+        run is within `FACTOR`, or if there is a reference run, all weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -236,14 +235,14 @@ class Neighbours:
 
 
 def mixtures(params: int, alike: tuple[int, int] | None = None, reference: PublishedRun | None = None) -> Neighbours:
-    """Return the published mixture of experts of each lineage that is nearest in size, with any optimizer.
+    """Return published mixtures of experts, with any optimizer: the one nearest in size from each lineage.
 
     The nearest mixtures come first.
 
     Args:
         params: the number of parameters that a token uses.
-        alike: (experts in a layer, experts per token). If given, a run's ratio of these two numbers, and its experts
-            per token, must be within the factor `ALIKE`.
+        alike: (experts in a layer, experts per token) of the model. If given, a run's ratio of these two numbers, and
+            its experts per token, must be within the factor `ALIKE` of the model's.
         reference: the run given with ``--from``. Other runs count only for values that it does not publish.
     """
 
@@ -270,8 +269,8 @@ def neighbours(
     """Return the neighbours of a model: the most similar run of each lineage. Only runs whose lr is comparable to
     AdamW's are used.
 
-    Runs whose size is within the factor `FACTOR` of the model's come before all others. Both groups are in the order
-    of :func:`nearest`.
+    Runs whose size is within the factor `FACTOR` of the model's come first, then all others. Each of these two groups
+    is in the order of :func:`nearest`.
 
     Args:
         params: number of parameters that a token uses.

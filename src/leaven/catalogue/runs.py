@@ -46,8 +46,8 @@ def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 class Stack(NamedTuple):
-    """Norm placement, QK-norm and optimizer. None means unknown in the stack of a run, and any value in a wanted
-    stack."""
+    """Norm placement, QK-norm and optimizer. In the stack of a run, None means unknown; in a wanted stack, it means
+    any value."""
 
     norm_placement: NormPlacement | None = None
     qk_norm: bool | None = None

@@ -12,7 +12,7 @@ from leaven.recipe.recipe import NOT_NUMBERS, Recipe, differing, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return (first batch size, tokens before the last size), or two None for a constant batch."""
+    """Return (first batch size, tokens before the final batch size), or (None, None) for a constant batch."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -87,8 +87,8 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 TERMS: dict[str, list[str]] = _DATA["published"]
-"""The paths of a published run at which it states a value, by the path of this value in a recipe. :func:`term` reads
-the first, unless the value must be computed."""
+"""{path of a value in a recipe: paths of the same value in a published run}. :func:`term` reads the first path of the
+run, or computes the value."""
 
 
 def read(source: Any, path: str) -> Any:

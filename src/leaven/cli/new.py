@@ -87,7 +87,7 @@ def new(
     from_weights: Annotated[
         Path | None,
         option(
-            "Continue training this model in Hugging Face format, instead of choosing a new shape.", metavar="DIR"
+            "Continue training the Hugging Face model in this folder, instead of choosing a new shape.", metavar="DIR"
         ),
     ] = None,
     source: Annotated[
@@ -183,7 +183,10 @@ def _mixture(context: typer.Context, experts: int | None, active: int | None) ->
 def _require_no_proxy(path: Path) -> None:
     """Raise InputError if ``path`` exists. Other commands would use it as a proxy, but the new recipe has none."""
     if path.exists():
-        raise InputError(f"{path} exists, but the new recipe has no proxy; remove that file, or give another name")
+        raise InputError(
+            f"{path} exists and would be used as the proxy of the new recipe, which has none; remove that file, or "
+            "give another name"
+        )
 
 
 def _adopt(output: Path, name: str, weights: Path, tokens: int | None, source: str, json_output: bool) -> None:

@@ -36,9 +36,9 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the commands to suggest after ``check coordinates`` passed.
 
-    These are ``tune`` for a proxy that is not yet tuned, otherwise ``train``. If this machine is too small, ``plan``
-    comes before ``tune``, and replaces ``train``. With ``overrides``, no proxy is tuned, because they do not apply to
-    it.
+    If ``path`` is a proxy, or has a proxy that is not yet tuned, suggest ``tune``, otherwise ``train``. If this
+    machine is too small, suggest ``plan`` before ``tune``, or instead of ``train``. ``overrides`` apply only to
+    ``path``, so with them, its proxy is not tuned.
     """
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
@@ -223,7 +223,7 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return at most one line: the reason for the cluster in the first ``leaven plan`` command."""
+    """Return a line that says why the first ``leaven plan`` command has its ``--gpus``, or [] if this is unknown."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []
@@ -240,9 +240,10 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 
 def _quoted(word: str) -> str:
-    """Return ``word`` quoted for a shell, as ``$'...'`` if it has control characters.
+    """Return ``word`` quoted for a shell.
 
-    Consoles print ESC as ``\\u001b``. bash and zsh read this text inside ``$'...'`` as ESC again.
+    With control characters, it is quoted as ``$'...'``: leaven prints ESC as ``\\u001b``, which bash and zsh read
+    as ESC inside ``$'...'``.
     """
     if word.isprintable():
         return shlex.quote(word)

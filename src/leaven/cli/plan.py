@@ -142,7 +142,7 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Correct the plan's times by steps on this machine (``measure``) or else by past runs (``history``)."""
+    """Correct the plan's times by a measurement on this machine (``measure``) or else by past runs (``history``)."""
     if not measure:
         records = past_runs(lambda fault: warn([fault])) if history else []
         return plan.calibrated(records, recipe.precision.compute)

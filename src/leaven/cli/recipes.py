@@ -174,8 +174,8 @@ def check(
 ) -> None:
     """Compare a recipe with published runs, value by value.
 
-    If a value is unusual, the command names published runs, says what to set, and exits with code 1. If there are
-    only notes, it exits with code 0.
+    For each unusual value, the command names published runs and says what to set. The exit code is 1 if a value is
+    marked OUTSIDE or FAR OUTSIDE. It is 0 if all findings are notes.
     """
     from leaven.catalogue.findings import CHECKS, combined, findings
     from leaven.cli import next_commands

@@ -49,8 +49,8 @@ def transfer(
     like: Annotated[
         Path | None,
         option(
-            "Put the tuned [hyperparameters] and [scaling] into this recipe. The rest of TARGET.toml stays, except "
-            "for values that the study searched, such as the batch size.",
+            "Copy the tables [hyperparameters] and [scaling] of RECIPE into this recipe, and other values only if "
+            "the study searched them. A searched batch size or number of tokens is multiplied as in the study.",
             metavar="TARGET.toml",
         ),
     ] = None,

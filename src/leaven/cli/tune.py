@@ -210,8 +210,7 @@ def tune(
 
 
 def _of_longest(recipe: "Recipe", durations: list[int] | None) -> "Recipe":
-    """Return the recipe with the longest duration, because the answer of the study is for it. Warn if this changes
-    ``data.tokens``."""
+    """Return the recipe with the longest duration as ``data.tokens``. Warn if this changes the recipe."""
     if not durations or recipe.data.tokens == max(durations):
         return recipe
     warn([f"data.tokens {recipe.data.tokens:,} is replaced by {max(durations):,}, the longest of --durations"])

@@ -230,7 +230,7 @@ def cached_surveys(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the entries of a cache file, by the key of the part, or {} if the file cannot be used."""
+    """Return {part key: stamp and survey} from a cache file, or {} if the file cannot be used."""
     try:
         document: Any = storage.json_object(storage.read(path))
         known = dict(document["parts"])
@@ -251,10 +251,8 @@ def _digest(parts: dict[str, Any]) -> str:
 
 
 def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
-    """Return the survey with the cached ``values``. Raise ValueError if the part was broken at that survey.
-
-    :func:`cached_surveys` then reads the part again.
-    """
+    """Return the survey with the cached ``values``. Raise ValueError if this survey found the part broken,
+    so that :func:`cached_surveys` reads the part again."""
     if values["broken"]:
         raise ValueError
     return Survey(**values | {"faults": tuple(values["faults"])})

@@ -19,7 +19,7 @@ PieceBatch = list[TextPiece]
 Work = tuple[int, PieceBatch]
 """A shard number and a batch of text."""
 Done = tuple[int, tuple[Encoded, Encoded]]
-"""A shard number, and (tokens of the training text, tokens of the validation text) of a batch."""
+"""The shard number of a batch, and its (training tokens, validation tokens)."""
 
 BYTES_A_PROCESS = 2**24
 """Smallest number of bytes of text per process, by default. Encoding them takes several times as long as starting a

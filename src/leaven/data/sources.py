@@ -259,7 +259,7 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
         except OSError as error:
             raise InputError(
                 f"data.source {source!r}: {error.filename} cannot be read: {error.strerror}; make it readable, or "
-                "give a pattern without it"
+                "give a pattern that leaves it out"
             ) from None
         found = sorted((path.relative_to(root).as_posix(), path) for path in paths if not _is_of_leaven(path))
     if not found and not_read.other:
@@ -316,7 +316,7 @@ def _matches(
         names = [name]
     for path in (folder / found for found in names):
         if not recursive:
-            storage.require_target(path, "remove the link, or give a pattern without it in data.source")
+            storage.require_target(path, "remove the link, or give a pattern in data.source that leaves it out")
         if recursive or rest:
             if path.is_dir():
                 yield from _matches(path, pattern if recursive else rest, not_read, above)

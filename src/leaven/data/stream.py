@@ -93,8 +93,8 @@ def _period(
 
     The order of the sources repeats after each period. It follows Tijdeman 1980, "The chairman assignment problem":
     for k sources and e = 1/(2k - 2), the number of samples from a source is always within 1 - e of its share of all
-    samples so far. The next sample comes from a source that would otherwise be at least e samples below its share. Of
-    these sources, the order takes the one that would be the first to be 1 - e samples below its share.
+    samples so far. The next sample comes from one of the sources that would otherwise be at least e samples below
+    their share: the one that would be the first to be 1 - e samples below.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]

@@ -102,8 +102,8 @@ class TokenReader:
         If a source has ``validation``, its own ids are all for training. If it has none, every file is divided into
         stretches (`STRETCHES`), and the end of each stretch is for validation, in whole documents if possible.
 
-        If the ends of documents are known and there are more than two documents for each end-of-text token,
-        ``end_of_text`` is added after each document.
+        If the files of a source store where documents end, and have fewer than half as many end-of-text tokens as
+        documents, ``end_of_text`` is added after each document.
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but
@@ -307,7 +307,7 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
     """Return the first position from ``position`` on at which a document ends, but at most ``stop``.
 
-    Return ``position`` if the ends are unknown: the file has none, and ``end_of_text`` is None.
+    If the file does not store document ends and ``end_of_text`` is None, return ``position``.
     """
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 LONGEST_WORD = 2**12
-"""Most characters of a word or of consecutive white space; longer ones are cut. The time to train a BPE grows with
-the square of this length."""
+"""Maximum number of characters of a word or of consecutive white space; longer ones are split. The time to train a
+BPE grows with the square of this length."""
 TRAINING_BYTES = 2**26
 """Approximate limit on the bytes of text on which a BPE is trained. Training takes 0.1 s per MB on two cores."""
 

@@ -82,11 +82,11 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return validation windows, [N, T + 1] with T = ``seq_len``. Each source has its share of them, and at least
-        one, so that their mean loss is that of the mixture. Raise InputError if a source has no whole window.
+        """Return validation windows, [N, T + 1] with T = ``seq_len``. Raise InputError if a source has not even one.
 
-        N is at most about ``limit_tokens`` / T. The windows of a source that has too few for its share are repeated.
-        If this is so for all sources, N is smaller.
+        The windows are divided among the sources as the training data are, with at least one for each source. So the
+        mean loss of the windows is about that of the mixture. N is at most about ``limit_tokens`` / T. A source with
+        too few windows for its share repeats them. If all sources have too few, N is smaller.
         """
         return np.concatenate(self._windows_by_source(seq_len, limit_tokens))
 
@@ -100,8 +100,8 @@ class TokenSet:
         enough = (n * seq_len for n in range(sum(numbers) + 1, MOST_WINDOWS))
         better = next((limit for limit in enough if self._even(self._wanted(seq_len, limit))), None)
         return (
-            f"the validation loss is the mean of {sum(numbers)} sequences; {shares[worst]:.0%} of them, but "
-            f"{float(self.proportions[worst]):.0%} of the training data, are from {self.names[worst]}"
+            f"{self.names[worst]} has {shares[worst]:.0%} of the {sum(numbers)} validation sequences, but "
+            f"{float(self.proportions[worst]):.0%} of the training data"
         ) + (f"; set evaluation.tokens = {better:_}" if better else "")
 
     def _wanted(self, seq_len: int, limit_tokens: int) -> list[int]:

@@ -94,8 +94,8 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within the ``with`` block, let DTensor infer shapes inside the context ``apart()``. DTensor then creates fake
-    unsharded tensors, which a measurement of memory must not count."""
+    """Within the ``with`` block, enter the context ``apart()`` whenever DTensor infers shapes. DTensor then creates
+    fake unsharded tensors, and ``apart`` can exclude them from a measurement of memory."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(self: ShardingPropagator, schema: Any) -> Any:

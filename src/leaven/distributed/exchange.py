@@ -55,8 +55,8 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Send ``value`` of the first process to all processes as JSON, and return it. This ends the round that
-        :class:`Exchange` describes. Raise ProcessLost if the value does not arrive within twice the timeout."""
+        """Send ``value`` of the first process to all processes as JSON, and return it. This ends the current
+        round. Raise ProcessLost if the value does not arrive within twice the timeout."""
         key = self._key("answer")
         if self.group.size > 1 and self.group.is_first:
             self._store.set(key, json.dumps(value))

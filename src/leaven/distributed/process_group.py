@@ -186,7 +186,7 @@ def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     3. Each other rank agrees to a proposal that contains its own word.
     4. When all other ranks have agreed to the last proposal, rank 0 confirms it.
 
-    After ``timeout``, raise a TimeoutError. Only that of rank 0 names the missing ranks.
+    After ``timeout``, raise a TimeoutError. On rank 0, its message names the missing ranks.
     """
     word, until = token_hex(8), time.monotonic() + timeout.total_seconds()
     store.set(f"hello/{rank}", json.dumps(word))

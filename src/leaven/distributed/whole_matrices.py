@@ -40,8 +40,8 @@ class SplitMatrix:
 
 
 class WholeMatrices:
-    """Applies functions to whole matrices that are sharded over the processes of a pipeline rank. These processes
-    must call :meth:`map` together."""
+    """Gathers matrices that are sharded over the processes of a pipeline rank, and applies functions to them. These
+    processes must call :meth:`map` together."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
         """Prepare the matrices of this process's pipeline stages, given by name. Ignore those that are not sharded.

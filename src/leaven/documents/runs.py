@@ -157,7 +157,7 @@ class WeightsDocument(Document, schema="export-weights/1"):
 
 
 class LossRow(Entry):
-    """A value of a recipe that an exported configuration cannot express."""
+    """A value of a recipe that is lost in an export, because the other trainer's configuration cannot express it."""
 
     key: str  # key of the recipe, or a quantity and its modules, such as "lr of embedding, unembedding"
     value: Any  # value in the recipe
@@ -246,7 +246,7 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo. At the smallest width, both rules give the same run, listed as complete-d-p."""
+    """A training run of the demo. At the smallest width, the rules do not differ, and ``rule`` is complete-d-p."""
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int

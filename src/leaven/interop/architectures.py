@@ -273,10 +273,10 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return an architecture's table, completed from the architecture that its entry ``like`` names.
+    """Return an architecture's ``table`` with missing entries copied from another architecture.
 
-    Entries that are missing in ``table`` are copied from that architecture in ``known``. The entry ``without`` lists
-    entries that the result does not have.
+    The entry ``like`` names this other architecture in ``known``. The entry ``without`` lists entries that are not
+    copied.
     """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {

@@ -83,8 +83,8 @@ def _named(config: Config) -> Architecture:
 def given_keys(architecture: Architecture, config: Config) -> Config:
     """Return a config.json with current key names. A missing or null key gets the architecture's default.
 
-    Sizes in `implied` and keys in ``_OPTIONAL`` are left out instead if they are null. Raise InputError if a known
-    key has a value of the wrong type, or if a key and its alias have different values.
+    A null key of a size in `implied` or a value in ``_OPTIONAL`` is removed, without a default. Raise InputError if a
+    known key has a value of the wrong type, or if a key and its alias have different values.
     """
     stated: Config = {}
     for key, value in config.items():
@@ -163,8 +163,7 @@ def _nest_experts(values: dict[str, Any]) -> None:
     if isinstance(dense, list):
         if dense != list(range(len(dense))):
             raise InputError(
-                f"mlp_only_layers = {dense}: leaven supports layers without experts only before all "
-                "layers with experts"
+                f"mlp_only_layers = {dense}: leaven supports layers without experts only as the first layers"
             )
         experts["dense_layers"] = len(dense)
     if "weight_scale" in experts:

@@ -72,12 +72,13 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    A branch's multiplier scales the output of its last matrix. For experts in one tensor, it scales the output of the
-    module ``experts``. If a norm follows, which would undo this, it scales the output of the norm. ``output_norms``
-    maps paths of such norms, such as ``layers.*.post_norm``, to ``attention`` or ``mlp``.
+    A branch's multiplier scales the output of the branch's last matrix, or of the module ``experts`` if one tensor
+    has all experts. If the branch ends in a norm, which would undo this, the multiplier scales the norm's output.
+    ``output_norms`` maps paths of such norms, such as ``layers.*.post_norm``, to ``attention`` or ``mlp``.
 
     The logits' multiplier scales the output of the final norm, because fused losses do not call the unembedding.
-    If the model does not have exactly one final norm, it scales the input of the unembedding.
+    Without exactly one final norm, the multiplier scales the input of the unembedding. Raise InputError if no hook
+    can apply a multiplier.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
@@ -105,9 +106,9 @@ def multipliers(
                 found.append((linear, ScaleInput(factor)))
             else:
                 raise InputError(
-                    f"the model computes the logits from {row.name} without a module and does not have exactly one "
-                    f"final norm, so no hook can multiply the logits by {factor:g}; compute the logits with an "
-                    "nn.Linear that shares the weight"
+                    f"no hook can multiply the logits by {factor:g}: the model has no final norm or several, and no "
+                    f"linear module computes the logits from {row.name}; compute the logits with an nn.Linear that "
+                    "shares the weight"
                 )
         elif row.role is Role.EXPERT_WEIGHT and site.experts is not None:
             found.append((site.experts, ScaleOutput(factor)))
@@ -126,10 +127,11 @@ def rescale_attention(
 ) -> list[LogitScale]:
     """Return new attention scales as (attention module, attribute, scale), or [] if ``factor`` is 1.
 
-    The attention logits are scale x (query . key). ``head`` is (head dimension of the model) / (that of ``base``).
+    The attention logits are scale x (query . key). ``factor`` is the scaling rule's factor on them. ``head`` is
+    (head dimension of ``model``) / (head dimension of ``base``).
 
-    - If the model has one scale for all layers, and ``base`` too, the new scale is ``factor`` x (scale in ``base``) /
-      sqrt(``head``). The model's own scale is ignored, because it may be a constant (Gemma 2).
+    - If ``model`` and ``base`` each have one scale for all layers, the new scale is ``factor`` x (scale in ``base``)
+      / sqrt(``head``). The scale in ``model`` is not used, because it may be a constant (Gemma 2).
     - Otherwise, each layer's new scale is ``factor`` x its old scale.
 
     Raise InputError if a block's scale is not found.

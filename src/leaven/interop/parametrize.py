@@ -218,8 +218,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
-        InputError: if the model is not parametrized, or if parameters were added or removed, or modules with
-            multipliers replaced, after it was parametrized.
+        InputError: if the model is not parametrized, or if a parameter was added or removed, or a module with
+            multipliers was replaced, after :func:`parametrize`.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -331,7 +331,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
     if factors_of_init and not initialise and isinstance(given, Mapping):
         raise InputError(
             f"parametrize: {factors_of_init[0]} is given, but the model keeps its initial values; leave out "
-            f"{factors_of_init[0]}, or give init_std or init, without initialise=False"
+            f"{factors_of_init[0]}, or give init_std or init and leave out initialise=False"
         )
     if tuned.optimizer == "adam":
         raise InputError(

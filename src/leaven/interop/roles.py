@@ -144,7 +144,7 @@ class Classifier:
     def _matrix_role(self, site: ParameterSite) -> Role:
         if site.layer is None:
             if not self._is_readout(site):
-                why = "it is a matrix outside the blocks, but not a readout (after the blocks, fan out = vocabulary)"
+                why = "it is outside the blocks, but not a readout (a matrix after them with fan out = vocabulary)"
                 self._refuse(site, why if self.model.stacks else f"{why}, as {NO_BLOCKS}")
             self._require_width(site)
             return Role.UNEMBEDDING
@@ -218,8 +218,8 @@ class Classifier:
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:
                 raise InputError(
-                    f"modules: {site.name} has the role {role}, so it cannot be the module {given}, the last matrix "
-                    "of a residual branch; give another module"
+                    f"modules: {site.name} has the role {role}, so its module cannot be {given}, the last matrix of "
+                    "a residual branch; give another module"
                 )
             return given
         if role in _MODULES:
@@ -294,9 +294,9 @@ class Classifier:
                 example = (unnamed or ["*.mlp_norm.weight"])[0]
                 warnings.warn(
                     f"the base cannot be run on token ids alone ({type(error).__name__}: {error!s:.80}), so leaven "
-                    "cannot find norms on the outputs of branches, which cancel the multipliers before them; name "
-                    f"the norms in the blocks, as in modules={{{example!r}: NAME}}, where NAME is 'norm.attention' "
-                    "or 'norm.mlp' before the branch, and 'norm.attention_out' or 'norm.mlp_out' on its output",
+                    "cannot find the norms on the outputs of residual branches; name each norm in the blocks, e.g. "
+                    f"modules={{{example!r}: NAME}}; NAME is 'norm.attention' or 'norm.mlp' for a norm before the "
+                    "branch, and 'norm.attention_out' or 'norm.mlp_out' for a norm on its output",
                     stacklevel=4,
                 )
         for site in self.model.sites:
@@ -325,8 +325,8 @@ class Classifier:
         for site in self.model.sites:
             if site.layer is not None and (site.stack, site.layer) not in ended:
                 raise InputError(
-                    f"{site.name}: its block contains no matrix of attention or an MLP; leaven.parametrize supports "
-                    "only blocks with attention or an MLP"
+                    f"{site.name}: its block has no attention or MLP matrix; leaven.parametrize supports only blocks "
+                    "with attention or an MLP"
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:

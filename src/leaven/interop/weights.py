@@ -327,8 +327,7 @@ def weights_fingerprint(folder: Path) -> str:
 def tensors_fingerprint(folder: Path) -> str:
     """Return a hash of a folder's config.json and of the tensors in its safetensors files.
 
-    Of a large tensor, only pieces are read. :func:`weights_fingerprint` instead reads pieces of each file, and may
-    miss a changed tensor.
+    Every tensor is read: small ones whole, large ones in pieces. :func:`weights_fingerprint` may skip tensors.
     """
     content = blake2b(digest_size=16)
     for path in _weight_files(folder):
@@ -356,8 +355,10 @@ def tensors_fingerprint(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """Yield config.json, if there is one, and each file ``*.safetensors*`` that is named in the index, or whose name
-    begins with "config" or "model"."""
+    """Yield config.json and the files ``*.safetensors*`` of a model, if they exist.
+
+    A file belongs to the model if its name is in the index, or begins with "config" or "model".
+    """
     index = b""
     with suppress(OSError):
         index = storage.read(folder / "model.safetensors.index.json")
@@ -390,8 +391,11 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def start_cautions(recipe: Recipe, tokenizer: Path | None, end: int | None) -> list[str]:
-    """Return warnings about training from the [start] weights of a recipe: other token ids than those of the text's
-    ``tokenizer``, another end of documents than the id ``end``, matrices of zeros, and other positions or lengths."""
+    """Return warnings if the model in [start] has matrices of zeros, other positions or longer sequences, or was
+    trained with other token ids than those of ``tokenizer``, or with other tokens around documents.
+
+    ``end`` is the id of the token that ends documents in training.
+    """
     if (folder := recipe.start.folder) is None:
         return []
     of_tokenizer = tokenizer and tokenizer_caution(folder, tokenizer)
@@ -459,8 +463,8 @@ def ends_caution(folder: Path, tokenizer: Path, end: int) -> str | None:
     first, plain = (given.encode("a", add_special_tokens=special).tokens[:1] for special in (True, False))
     if first and first not in (plain, [name]):
         return (
-            f"the tokenizer puts {first[0]} before a text, but training does not: it only separates documents with "
-            f"{name}, and an exported model has {name} as its bos_token"
+            f"the tokenizer puts {first[0]} before a text, but training does not; documents are only separated by "
+            f"{name}, which is also the bos_token of an exported model"
         )
     return None
 
@@ -500,7 +504,7 @@ def zeros_caution(folder: Path) -> str | None:
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
     """Return a recipe that starts from a model's weights and trains on the data ``source``.
 
-    The base is the model's own size, so rules change nothing. ``tokens`` defaults to 20 per parameter.
+    The recipe has no ``scaling.base``, so its scaling rule changes nothing. ``tokens`` defaults to 20 per parameter.
     """
     tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
     if not tokenizer.is_file():
@@ -510,7 +514,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     given_tokenizer(str(tokenizer), shape.vocab_size)
     draft = Draft(f"{plain.folder}/config.json")
     draft.set_architecture(plain, draft.origin)
-    why = f"a {plain.architecture.name} model: its weights, divided by the recipe's multipliers, and not init_std"
+    why = f"a {plain.architecture.name} model: its weights, divided by the recipe's multipliers; init_std is not used"
     if plain.further_tokens:
         why += "; its layers for multi-token prediction are not read"
     draft.set("start.weights", str(plain.folder), why)
@@ -582,7 +586,7 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open a model's weight files. Yield (open file, name in the file) by the full name of each tensor."""
+    """Open a model's weight files, and yield {full name of a tensor: (open file, name in the file)}."""
     files, index = [WHOLE], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")

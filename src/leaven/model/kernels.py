@@ -2,7 +2,8 @@
 
 Also here: functions that call torch's private functions, such as :func:`norms`. Shape suffixes: B sequences, T
 positions, H query heads, K key/value heads, G = H / K, N = B x K, E entries of a head. Attention is computed in
-blocks: a block has t queries, which attend to s keys. Outside attention, D, F, K, M and N are any sizes.
+blocks: a block has t queries, which attend to s keys. Outside attention, D, F, K, M and N are any sizes. In
+:func:`grouped_linear`, E is the number of groups.
 """
 
 from collections.abc import Sequence
@@ -92,14 +93,14 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
 
 
 def has_grouped_kernel(device: str) -> bool:
-    """Return whether :func:`grouped_linear` can use one kernel on this type of device."""
+    """Return whether :func:`grouped_linear` can compute all groups in one kernel on this type of device."""
     return device == "cuda"
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
     """Return the elements of ``sizes`` as a list. On a GPU, the host waits until they are computed.
 
-    ``total``, their sum, is for the replacement of this function in :mod:`leaven.verification.dry_run`.
+    ``total`` is their sum. It is used only by :mod:`leaven.verification.dry_run`, which replaces this function.
     """
     found: list[int] = sizes.tolist()
     return found
@@ -202,7 +203,7 @@ def causal_attention(
     takes up to 1.9 times as long on a CPU in bf16 (measured: docs/log.md).
 
     Args:
-        window: the number of keys to which a query attends: its own and those just before it; None: all of these.
+        window: the number of keys to which a query attends: its own and the last ones before it; None: no window.
         softcap: scores become softcap x tanh(score / softcap); None: no soft cap.
         allowed_B1TT: False where a query (row) must not attend to a key (column); None: True everywhere.
     """

@@ -276,11 +276,13 @@ class Transformer(nn.Module):
 class Positions:
     """Rotary cosines and sines, and the masks of the attention scores, for one forward pass.
 
-    - Cosines and sines: (T, d_rotary / 2), or (B, T, d_rotary / 2) with ``documents_BT``.
-    - Masks by attention window (None: all earlier positions), which are added to the scores: (T, T), or (B, 1, T, T)
-      with ``documents_BT``; with ALiBi (H, T, T) or (B, H, T, T). Plain causal attention has none. They have the
-      dtype of the matrix products. Otherwise each layer would convert its mask, and autograd would save every copy.
-    - For attention with a softcap, instead of masks: whether a query may attend to a key, (B, 1, T, T).
+    - ``cos_TE`` and ``sin_TE``: (T, d_rotary / 2), or (B, T, d_rotary / 2) with ``documents_BT``.
+    - ``masks``: the mask of each attention window (None: all earlier positions), which is added to the scores. It is
+      (T, T), or (B, 1, T, T) with ``documents_BT``. With ALiBi, it is (H, T, T) or (B, H, T, T). Plain causal
+      attention has no mask. Masks have the dtype of the matrix products. Otherwise each layer would convert its
+      mask, and autograd would save every copy.
+    - ``allowed_B1TT``, for attention with a softcap, instead of masks: whether a query may attend to a key. It is
+      None without ``documents_BT``.
     """
 
     def __init__(

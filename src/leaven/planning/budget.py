@@ -132,7 +132,7 @@ def size_for_time(
     def sized(vocab_size: int) -> tuple[float, float, int | None, BudgetSpeed]:
         """Return (parameters, tokens, text tokens, speed). The text is counted with a vocabulary of this size.
 
-        The text tokens are None if the text is long enough, or if there is none.
+        The text tokens are None, except if the text is too short for the full model.
         """
         known = None if text_tokens is None else text_tokens(vocab_size)
         if known is None or full.tokens <= MOST_EPOCHS * known:

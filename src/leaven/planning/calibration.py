@@ -131,7 +131,7 @@ def history(on_fault: Callable[[str], None] = lambda fault: None) -> list[Calibr
         else:
             if skipped := read.skipped(path):
                 faults.append(
-                    f"{skipped}; planned times are corrected with the runs in other lines; remove the damaged lines"
+                    f"{skipped}; the runs in the other lines still correct planned times; remove the damaged lines"
                 )
             for line in read.documents:
                 with suppress(ValidationError):

@@ -74,7 +74,7 @@ def parse_cluster(text: str) -> Cluster:
         raise InputError(f"{text!r} has {math.prod(counts):,} GPUs, more than {MOST_GPUS:,}; give fewer GPUs")
     if match is None or not all(counts) or re.match(rf"{_COUNT}|cpu$", match[3], re.IGNORECASE):
         raise InputError(
-            f"{text!r} is not a cluster; write for example 64xH100-80GB, nodes x GPUs as in 8x8xH100-80GB, or cpu"
+            f"{text!r} is not a cluster; write for example 64xH100-80GB, 8x8xH100-80GB (nodes x GPUs), or cpu"
         )
     first, second = counts
     found = find_accelerator(match[3])
@@ -158,7 +158,7 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs a run needs to fit into memory and to take at most 30 days. Return a power of two.
 
-    A run with a small batch may take longer: to save time, at most one GPU for each sequence of a batch is used.
+    More GPUs than a batch has sequences are used only for memory, so a run with a small batch may take longer.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

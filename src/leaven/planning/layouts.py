@@ -100,8 +100,7 @@ class Job:
 
 
 def worth_compiling(model: ModelShape, cluster: Cluster) -> bool:
-    """Return whether a new recipe compiles its blocks: on a GPU, unless they have experts, which leaven does not
-    compile."""
+    """Return whether a new recipe compiles its blocks: yes on GPUs, but never if the blocks have experts."""
     return cluster.accelerator.name != "cpu" and model.experts is None
 
 

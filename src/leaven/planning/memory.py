@@ -265,8 +265,7 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator. Their sum is ``stage_memory(...).activations``.
 
-    With recomputation, the key ``kept`` replaces all operators of blocks. The key ``elsewhere`` has all other
-    activations.
+    With recomputation, one key, ``kept``, replaces the operators of blocks. The key ``elsewhere`` has the rest.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp
@@ -360,7 +359,7 @@ def operators_kept(
 
 
 def _traced(block: BlockTable, d_model: int, tp: int, code: TrainingCode) -> tuple[float, float]:
-    """Return (bytes that a block saves, peak of its temporary bytes), both per token and traced in the code."""
+    """Return (bytes that a block saves, peak of its temporary bytes), both per token, from the traces of ``code``."""
     return traced(block, d_model, code.saved, tp=tp, ep=1, split_sequence=code.sequence_parallel)
 
 

@@ -167,7 +167,7 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 
 
 def _eager(block: BlockTable, work: Work, code: TrainingCode) -> Factors:
-    """Return the entries of ``code.moved`` for the kernels of a block that are not compiled."""
+    """Return the entries of ``code.moved`` (bytes read and written, by width) for kernels that are not compiled."""
     routed = any(row.routed for row in block.matmuls)
     if not work.fused or (routed and code.breaks_graphs):
         return code.moved
@@ -230,10 +230,10 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 
 
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
-    """Return one operator that copies tokens to and from their experts, or [] in a block without experts.
+    """Return one operator that sorts tokens by expert and restores their order, or [] in a block without experts.
 
-    If a rank sends a copy of a token for each expert, the receiving rank also sorts the copies by expert, and later
-    restores their order. If a rank sends a token once to each other rank, the receiving rank makes the copies.
+    If a rank sends one copy of a token to each expert, the receiving rank sorts the copies again. If it sends one
+    copy to each rank, the receiving rank copies the token for each of its experts.
     """
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
     if not experts:

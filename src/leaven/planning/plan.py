@@ -80,10 +80,10 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """``layout`` with its best micro-batch size, or by default the fastest that fits.
+        """The user's ``layout`` with its best micro-batch size. If it is None, the fastest layout that fits.
 
-        A given ``layout`` may not fit into memory. Raise InputError if it is impossible, or if
-        there is no default.
+        The user's layout may need too much memory. Raise InputError if it is impossible, or if it is None and no
+        layout fits.
         """
         if self.layout is None:
             if not self.exploration.layouts:
@@ -132,8 +132,9 @@ class ClusterPlan:
         step = self.job.time(replace(chosen.arrangement, layout=compiled)).step
         if self.job.by_leaven and self.seconds * (1 - step / chosen.time.step) > _WORTH_COMPILING:
             found.append(
-                f"not compiled: with layout.compile = true, steps are planned up to {chosen.time.step / step:.1f} "
-                "times as fast, because torch.compile fuses the kernels between matrix products"
+                "not compiled: with layout.compile = true, steps are planned to be up to "
+                f"{chosen.time.step / step:.1f} times as fast, because torch.compile fuses the kernels between "
+                "matrix products"
             )
         if device.name != "cpu" and mask_bytes(blueprint(self.job.model), chosen.arrangement, 0, self.job.code):
             found.append(
@@ -226,7 +227,7 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
     named = None if other is None else training_code(other)
     if named and recipe.precision.compute == "fp32":
         raise InputError(
-            f"--code {other}: planned only in 16 bits, and this recipe computes in fp32; "
+            f"--code {other} can be planned only in 16 bits, but this recipe computes in fp32; "
             "plan with --set precision.compute=bf16"
         )
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)

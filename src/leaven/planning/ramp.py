@@ -1,8 +1,8 @@
 """Plan a batch ramp (a batch size that grows in a run), by throughput or by the gradient noise scale.
 
 :func:`noise_ramp` keeps the batch below m times the gradient noise scale. With a batch of m times the
-noise scale, a run reaches a given loss after (1 + m) times the fewest tokens, or (1 + 1/m) times the
-fewest steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale may come from a smaller model at
+noise scale, a run reaches a given loss after (1 + m) times the fewest possible tokens and (1 + 1/m) times
+the fewest possible steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale may come from a smaller model at
 the same number of tokens, because critical batch sizes hardly depend on the model size (Zhang et al.
 2024, arXiv 2410.21676).
 """
@@ -222,7 +222,7 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
 
     Possible batches: the full batch, half of it, a quarter and so on, down to one sequence. A stage begins
     when its batch is ``multiple`` x the noise scale. Raise InputError if the recipe's run ends before the first
-    measurement of the fit, because the noise scale before it is not known.
+    measurement of the fit.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     if tokens < fit.from_tokens:
@@ -250,13 +250,13 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
         why = "none: the full batch is one sequence, and no batch is smaller"
     elif not later:
         why = (
-            f"none: the full batch of {full} tokens is at most {allowed} already at the first measurement that is "
-            f"used, at {format_quantity(fit.from_tokens)} tokens"
+            f"none: the full batch of {full} tokens is at most {allowed}, even at the first measurement used (at "
+            f"{format_quantity(fit.from_tokens)} tokens)"
         )
     else:
         why = (
             f"each stage begins where its batch is {allowed}; the run has {steps:,} steps instead of {full_steps:,}, "
-            f"and needs about {1 + multiple:g} times the fewest possible tokens for its loss"
+            f"and needs about {1 + multiple:g} times as many tokens for its loss as with very small batches"
         )
         listed = ", ".join(f"{{from_tokens={start},tokens={size}}}" for start, size in stages)
         settings = [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{listed}]"]

@@ -110,7 +110,7 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 
 
 def sharers(layout: Layout) -> tuple[int, int]:
-    """Return over how many ranks ZeRO shards (a parameter outside routed experts, a parameter in an expert)."""
+    """Return (n, m): ZeRO shards a parameter of a routed expert over m ranks, and any other parameter over n."""
     ranks = layout.dp * layout.cp // layout.dp_replicate
     return ranks, max(1, ranks // layout.ep)
 

@@ -166,8 +166,8 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
     """Return rows that compare the resolved values of ``target`` with their ranges in the published runs ``near``.
 
     A value is the median over the hidden matrices; the lr of the embedding is the median over the embeddings. A row's
-    ``factor`` is the factor by which the value is outside the range, or 1 if it is inside. For a beta, the factor is
-    that of 1 / (1 - beta).
+    ``factor`` is the factor by which the value is outside the range, or 1 if it is inside. For a beta, the factor
+    compares 1 / (1 - beta).
     """
     rows = parameter_table(target).rows
 

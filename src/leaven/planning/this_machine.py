@@ -70,7 +70,7 @@ def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     if (workers or 1) > most:
         raise InputError(
             f"--workers {workers or 'auto'}: at most {most} can run (GPUs here: {len(here)}, GPUs per worker: "
-            f"{each}); give fewer workers, lower devices if a command file sets it, or name the GPUs in {VISIBLE}"
+            f"{each}); give fewer workers, list more GPUs in {VISIBLE}, or lower devices in the command file (if any)"
         )
     return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
 

@@ -313,7 +313,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of a collective over ``blocks`` dense parameters, plus those over the rank's experts.
+        """Return the seconds of ``collective`` for the rank's parameters: dense ones (``blocks``) and experts.
 
         ``of_each`` is the number of bytes per parameter.
         """

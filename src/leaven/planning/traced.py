@@ -1,9 +1,12 @@
 """Compute the bytes that a block moves and saves outside its matrix products, from factors of a training code.
 
-A sum over the block's widths, width x factor, is the number of bytes per token. There are two kinds of factors:
-``moved`` for the bytes that kernels read and write in a forward and a backward pass, and ``saved`` for the bytes that
-autograd saves. benchmarks/traced_kernels.py measures them: it runs the blocks of a training code at many sizes, on
-tensors without memory. Matrix products and flash attention do not count. An RMSNorm counts as one fused kernel.
+The bytes per token are the sum of width x factor over the block's widths. Each width has two pairs of factors:
+
+- ``moved``: bytes that kernels read and write, in the forward and in the backward pass;
+- ``saved``: bytes saved for the backward pass, and the peak of temporary bytes.
+
+benchmarks/traced_kernels.py measures them. It runs the blocks of a training code at many sizes, on fake tensors
+(FakeTensorMode). Matrix products and flash attention do not count. An RMSNorm counts as one fused kernel.
 """
 
 from leaven.planning.blueprint import BlockTable
@@ -16,8 +19,8 @@ def traced(
 ) -> tuple[float, float]:
     """Return two sums over the widths of a block on one rank: width x first factor, and width x second factor.
 
-    ``tp`` ranks split heads and hidden widths. With ``split_sequence``, they split the tokens of all other widths,
-    which counts as d_model / tp. A width without factors does not count.
+    Widths without factors are left out. ``tp`` ranks split heads and hidden widths. With ``split_sequence``, they
+    also split the tokens of the residual stream, so its width counts as d_model / tp.
     """
     widths = _widths(block, d_model / tp if split_sequence else d_model, tp, ep)
     first = sum(widths.get(name, 0.0) * both[0] for name, both in factors)

@@ -53,7 +53,9 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
         )
     dp, rest = divmod(processes, layout.tp * layout.pp)
     would = (
-        "change them so that their product is the number of processes" if rest or not dp else f"dp={dp} would work"
+        "change dp, tp or pp so that their product is the number of processes"
+        if rest or not dp
+        else f"dp={dp} would work"
     )
     raise InputError(f"{message}; {would}")
 

@@ -126,7 +126,7 @@ class TrainingCode:
         return replace(self, average=4) if averages else self
 
     def isolating(self, documents: str) -> "TrainingCode":
-        """Return the training code of runs whose ``data.documents`` is ``documents``: "packed" or "isolated"."""
+        """Return the training code of runs with this value of ``data.documents``: "packed" or "isolated"."""
         return replace(self, isolated=True) if documents == "isolated" else self
 
     def tensors_only(self) -> "TrainingCode":

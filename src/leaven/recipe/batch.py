@@ -56,8 +56,8 @@ class Batch(Part):
             climb = self.tokens - self.ramp.start_tokens
             if climb < 0:
                 raise ValueError(
-                    f"the ramp starts at {self.ramp.start_tokens:,} tokens, above its end of {self.tokens:,}; "
-                    f"set start_tokens to at most [batch] tokens"
+                    f"the ramp starts at {self.ramp.start_tokens:,} tokens, but [batch] tokens is only "
+                    f"{self.tokens:,}; set start_tokens to at most [batch] tokens"
                 )
             if climb % self.ramp.increment_tokens:
                 raise ValueError(

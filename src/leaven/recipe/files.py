@@ -181,7 +181,7 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 def render(recipe: Recipe, template: str = "") -> str:
     """Return the recipe as TOML, with the comments, order and spelling of ``template``, the text of a recipe file.
 
-    Values that are equal to the defaults are written only if the template states them. Without a template, all values
+    With a template, default values are written only if the template states them. Without a template, all values
     are written except None, multipliers of 1 and empty lists in ``[batch]``.
     """
     document = tomlkit.parse(template)
@@ -208,8 +208,8 @@ def render(recipe: Recipe, template: str = "") -> str:
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
     """Return ``rows``, a value of a recipe. If it is a list of tables, leave out the keys with default values.
 
-    ``own`` is ``rows`` without these keys. ``stated`` is the value in the template. If it has as many tables as
-    ``rows``, the keys in it are kept.
+    ``own`` is ``rows`` without these keys. ``stated`` is the value in the template of :func:`render`. The keys in
+    ``stated`` are kept if it has as many tables as ``rows``.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows

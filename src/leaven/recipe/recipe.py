@@ -325,8 +325,8 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def split_path(path: str) -> list[str]:
-    """Return the keys of a dotted path. Some keys contain dots: modules (``mlp.out``), and paths in ``why`` and
-    ``tuning.octaves``."""
+    """Return the keys of a dotted path. A module such as ``mlp.out`` is one key, and so is a path after ``why.`` or
+    ``tuning.octaves.``."""
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):
         module, _, leaf = path.removeprefix(prefix).replace('"', "").rpartition(".")

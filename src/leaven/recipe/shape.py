@@ -161,8 +161,8 @@ class ModelShape(Part):
         odd = self.d_rotary % 2 or abs(self.d_head * self.rotary_fraction - self.d_rotary) > 1e-9
         if self.rotary_fraction != 1 and (self.positions != "rope" or odd or not self.d_rotary):
             raise ValueError(
-                f"rotary_fraction {self.rotary_fraction:g} of d_head {self.d_head} must be a positive even number, "
-                'and positions must be "rope"; set another fraction or other positions'
+                f"rotary_fraction x d_head = {self.rotary_fraction:g} x {self.d_head} must be a positive even "
+                'number, and positions must be "rope"; set another rotary_fraction, or positions = "rope"'
             )
         if self.attention_softcap and (self.dropout or self.positions == "alibi"):
             raise ValueError(
@@ -336,7 +336,7 @@ class ModelShape(Part):
         return parameter.size * self.experts.active // self.experts.number
 
     def width_unit(self, step: int | None = None) -> int:
-        """Return the smallest d_model with this shape's d_attention / d_model and d_attention a multiple of ``step``.
+        """Return the smallest d_model that keeps d_attention / d_model and makes d_attention a multiple of ``step``.
 
         d_attention is the width of all query heads. By default, ``step`` is the width of the query heads that share
         one key-value head.

@@ -32,7 +32,7 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """A run's sizes divided by those of its base. With d_model 1024 and 256 at the base, ``width`` is 4."""
+    """A run's sizes divided by those of its base. If d_model is 1024, and the base has 256, ``width`` is 4."""
 
     width: float = 1.0  # d_model
     depth: float = 1.0  # number of layers
@@ -42,7 +42,10 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios (target / base) of one tensor and its run. Vocabulary, positions and experts have the ratio 1."""
+    """The ratios target / base of one tensor's sizes, and of the run's sizes.
+
+    A tensor dimension that counts the vocabulary, positions or experts has the ratio 1.
+    """
 
     fan_in: float = 1.0
     fan_out: float = 1.0

@@ -80,8 +80,8 @@ depth, batch and tokens together, so the cells are derived here:
   and batch equally good, and 2510.03871 finds Adam's rules for Scion. 2603.28743 has D^-0.32 (set
   ``token_exponent``).
 - Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell. In 2512.05620, lr x
-  decay is proportional to 1 / width, for models whose tokens grow with the width. (More tokens mean more
-  steps. So this rule lowers lr x decay, too.) Published runs use 0.1 everywhere.
+  decay is proportional to 1 / width, for models whose tokens grow with the width. The cell here lowers lr x decay
+  for such models, too, because more tokens mean more steps. Published runs use a decay of 0.1 everywhere.
 
 After steps of Muon, the size of outputs at small widths still changes by up to width^0.2
 (:mod:`leaven.verification.coordinates`). 2512.05620 reports such deviations, too.
@@ -122,7 +122,7 @@ class Rule:
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """The cells of all fields except ``cells``, by printed name."""
+        """The cells that are the same for every role, by printed name."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
@@ -156,8 +156,8 @@ def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
 
 
 _TIED = (
-    "derived from the unembedding's row: forward x c, std / c, lr / c, eps x c and decay x c together train the same "
-    "model; here c = 1/N"
+    "derived from the unembedding's row: with forward x c, std / c, lr / c, eps x c and decay x c, a model trains in "
+    "the same way; here c = 1/N"
 )
 _STARTS = "derived: not in the table; gains start at 1, biases at 0"
 _BEHIND = (
@@ -334,7 +334,7 @@ COMPLETE_D_P = Rule(
             **_rows("O^-1 L^-alpha", f"{_T1}AdamW eps: Hidden weights/biases/norms", *_BLOCK),
             **_rows(
                 "O^-1 L^-alpha",
-                f"{_T1}AdamW eps: QK norms (m_L^-alpha); O^-1 derived, 1 at a fixed head dimension",
+                f"{_T1}AdamW eps: QK norms (m_L^-alpha); O^-1 derived (it is 1 if the head dimension is fixed)",
                 Role.QK_NORM,
             ),
             **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
@@ -343,11 +343,13 @@ COMPLETE_D_P = Rule(
             **_rows("O^-1", f"{_STREAM}; measured: width -0.94 to -1.03, depth 0.00 to -0.08", *_INPUT),
             **_rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", *_READOUT),
             **_rows(
-                "O^-1", "measured: gradient exponent -1.05 (init), -0.91 (step 150); Table 1 has 1", Role.FINAL_NORM
+                "O^-1",
+                "measured: gradient proportional to width^-1.05 (init), width^-0.91 (step 150); Table 1 has 1",
+                Role.FINAL_NORM,
             ),
             **_rows(
                 "O^-1",
-                "derived: same as for the final norm's gain: its gradient is the bias's times an activation of RMS 1",
+                "derived: same as the final norm's gain, whose gradient is the bias's times an activation of RMS 1",
                 Role.FINAL_BIAS,
             ),
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
@@ -367,7 +369,7 @@ COMPLETE_D_P = Rule(
     residual=Cell("L^-alpha", f"{_T1}multipliers: MHA residual, MLP residual"),
     attention=_DIVIDED,
     half_life=Cell(
-        "B^-1 D", f"{_T1}AdamW (1-beta1), (1-beta2): m_B/m_D, here as beta^(m_B/m_D); Muon's momentum is not scaled"
+        "B^-1 D", f"{_T1}AdamW (1-beta1), (1-beta2): m_B/m_D; leaven: beta^(m_B/m_D); Muon's momentum is not scaled"
     ),
     muon=_MUON_OVER_DEPTH,
     columns={

@@ -109,7 +109,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return rows of all parameters with AdamW, followed by rows with Muon of the matrices that Muon updates."""
+    """Return the rows of all parameters with AdamW's values, then those of Muon's matrices with Muon's values."""
     by_muon = parameter_table(recipe).rows if recipe.hyperparameters.muon else ()
     return (*parameter_table(recipe.without_muon).rows, *(row for row in by_muon if row.match))
 

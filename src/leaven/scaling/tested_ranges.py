@@ -80,13 +80,13 @@ def rewound(source: Recipe) -> list[CautionRow]:
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
-    """Return a warning if no reason in ``tuned`` names a study. It is then unknown which values were searched."""
+    """Return a warning if the [why] of ``tuned`` names no study, because the searched values are then unknown."""
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 
 def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings if the recipe's vocab_size or seq_len differs from that of the model ``source``, from which its
-    values come. ``source`` has the keys of [model]."""
+    """Return warnings if vocab_size or seq_len of the recipe differs from ``source``, the [model] of the run or
+    recipe that its hyperparameters come from."""
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
     pairs = [(name, value, source.get(name)) for name, value in sizes.items()]
     return [_caution(name, value, there) for name, value, there in pairs if there and value != there]
@@ -172,8 +172,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Yield a warning for each ratio to the base (width, depth, batch, tokens) that is outside its tested range.
 
-    The batch was tested at a fixed number of tokens, so the number of steps varied, too. A batch ratio outside its
-    range gives no warning if the number of steps is within the range of these tests.
+    The tests of the batch kept the number of tokens, so they also changed the number of steps. The batch gives no
+    warning if its ratio or the ratio of the steps was tested.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):

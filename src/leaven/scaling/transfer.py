@@ -207,7 +207,7 @@ def taken_paths(tuned: Recipe, target: Recipe) -> set[str]:
 
 
 def _moved_reason(tuned: Recipe, path: str, factor: float, target: Recipe | None = None) -> str:
-    """Return the reason for a number of tokens that a study found, and that is now ``factor`` times as large."""
+    """Return the reason for the tokens at ``path``, which a study chose and a transfer multiplied by ``factor``."""
     start = None
     with suppress(InputError):  # a reason without the start is refused where the start is used
         start = round(study_start(tuned, path, target) * factor) if path in _SEARCHED_COUNTS else None
@@ -216,11 +216,13 @@ def _moved_reason(tuned: Recipe, path: str, factor: float, target: Recipe | None
 
 
 def study_start(tuned: Recipe, path: str, target: Recipe | None = None) -> int:
-    """Return the number of tokens at ``path`` at which its search began, scaled to the size of ``tuned``.
+    """Return the number of tokens at which the study of batch.tokens or data.tokens (``path``) began.
 
-    It is read from the reason that ``leaven tune`` or an earlier transfer wrote. If the study began at the result of
-    an earlier study, return the start of the earlier study. But if ``target`` has a studied value at ``path``, too,
-    return the start of the later study. Raise InputError if the reason does not contain the number.
+    The number is for the size of ``tuned``. If no study chose the value at ``path``, return the value. Raise
+    InputError if its reason in ``tuned.why`` does not contain the number.
+
+    If a study began at the result of an earlier study, return the start of the first one. But return the start of the
+    last one if a study also chose the value of ``target``.
     """
     why, value = tuned.why.get(path, ""), int(read(tuned, path))
     if path not in searched_paths(tuned):
@@ -266,9 +268,10 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the table ``[scaling.base]`` that gives a recipe of the shape ``target`` the same base as ``recipe``.
+    """Return a table ``[scaling.base]`` with which a recipe of the shape ``target`` has the same base as ``recipe``.
 
-    The table has d_ff, d_head and n_kv_heads only if ``target``, scaled to the base, would have other values.
+    If ``target`` scaled to the width and depth of the base has the base's d_ff, d_head and n_kv_heads, the table
+    leaves these out.
     """
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
@@ -322,8 +325,8 @@ def _start_and_increments(batch: Batch) -> tuple[float, int]:
 def _increments(sequences: int, share: float, increments: int) -> tuple[int, int]:
     """Return (number of increments, sequences in an increment) of a ramp to a batch of ``sequences``.
 
-    The first batch of the ramp is ``sequences`` minus all increments. It is as near as possible to ``share`` of
-    ``sequences``, with a number of increments near ``increments``, usually from 4/5 to 5/4 of it.
+    The ramp's first batch, ``sequences`` minus all increments, is as near as possible to ``share`` x ``sequences``.
+    The number of increments is usually between 4/5 and 5/4 of ``increments``.
     """
     if not increments:
         return 0, 1
@@ -339,7 +342,8 @@ def _increments(sequences: int, share: float, increments: int) -> tuple[int, int
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return reasons by path: for hyperparameters, gradient clipping, base, and changed values with a template."""
+    """Return the reasons of ``after`` by path: those of the section ``hyperparameters``, of gradient clipping and of
+    the base, and those of all changed values that have a template in ``messages.toml``."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

@@ -463,10 +463,10 @@ class CheckpointManager:
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save. Return None if there was no save, or if an earlier call returned it.
+        """Return the result of the last save. Return None if there was no save, or if its result was returned before.
 
-        While the save is in progress, wait for it if ``wait`` is true; otherwise return None. Once all processes have
-        waited, all have the result of the same save. Raise ProcessLost if rank 0 does not answer.
+        While the save is in progress, wait for it if ``wait`` is true; otherwise return None. Without ``wait``,
+        processes may get the result at different steps. Raise ProcessLost if rank 0 does not answer.
         """
         if self._writing is None or not (wait or self._writing.done()):
             return None
@@ -529,9 +529,9 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return which of the scheduled checkpoints ``due`` to keep. Both are ascending token counts.
+    """Choose the checkpoints to keep from the scheduled checkpoints ``due``. Return their token counts.
 
-    These are kept:
+    ``due`` and the result are ascending. These are kept:
 
     - the newest ``keep``;
     - the last checkpoint at or before ``good_tokens``;

@@ -200,7 +200,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds that a matmul of a fixed size takes, to compare devices. The fastest of five counts."""
+    """Return the seconds that a matmul of a fixed size takes (the fastest of five), to compare devices."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)

@@ -111,8 +111,8 @@ FIRST = 0.25  # no trial is pruned before this share of the run is done
 MARGIN = 1.0  # a trial may be behind by this many times the amount by which the baseline's loss still falls
 LEAST = 8.0  # a trial may be behind by this many standard deviations of the loss between seeds
 CATCHES_UP = 1.5
-"""If a trial's gap to the baseline is this many times the amount by which the baseline's loss still falls, the trial
-is expected to close half of the gap."""
+"""A trial is expected to close half of its gap to the baseline if the gap is this many times the amount by which the
+baseline's loss still falls."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:

@@ -287,10 +287,10 @@ class Training:
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as this process's micro-batches of a batch of ``sequences`` sequences.
+        """Yield the first ``count`` of ``windows`` in micro-batches. ``sequences`` is the number over all processes.
 
-        Every process has the same number of micro-batches, all of the same size. They are padded with copies of the
-        first window, which do not count in the loss.
+        Every process has the same number of micro-batches, all of the same size. Missing windows are copies of the
+        first one, and do not count in the loss.
         """
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))

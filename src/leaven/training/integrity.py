@@ -56,7 +56,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         if not all(entry.is_file() and any(fnmatch(entry.name, name) for name in known) for entry in entries):
             if checkpoints(run.checkpoints):
                 raise InputError(
-                    f"run folder {run.path} has lost its recipe.toml; copy the recipe with which the run began to "
+                    f"run folder {run.path} has lost its recipe.toml; copy the run's original recipe to "
                     f"{run.recipe_file}, and run the same command again"
                 )
             raise InputError(f"run folder {run.path} is not empty and holds no recipe.toml; use another --run")
@@ -110,7 +110,7 @@ def changed_files(run: RunFolder) -> dict[str, str]:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any]) -> None:
-    """Raise InputError with the first sentence of :func:`foreign_files`, if there is one."""
+    """Raise InputError if a file of a run does not fit a checkpoint with this ``state`` (:func:`foreign_files`)."""
     if (fault := next(foreign_files(run, state), None)) is not None:
         raise InputError(fault)
 
@@ -235,8 +235,8 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between the recipe that was trained and recipe.toml.
 
-    A value that the last change of the recipe replaced may still be in recipe.toml, because the process may have been
-    killed before it wrote the file. Return [] if the trained recipe is unknown.
+    recipe.toml may still have values from before the recipe's last change, if a process was killed before it wrote
+    the file. These are not differences. Return [] if the trained recipe is unknown.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
@@ -368,7 +368,7 @@ def mark_begun(run: RunFolder) -> None:
 
 
 def begun_under_torchrun(run: RunFolder) -> bool:
-    """Return whether the run has begun under the torchrun that has now restarted this process."""
+    """Return whether the run had already begun when torchrun restarted this process."""
     mark = _torchrun_mark()
     try:
         return mark is not None and mark.read_text(encoding="utf-8") == str(run.path.absolute())
@@ -377,7 +377,7 @@ def begun_under_torchrun(run: RunFolder) -> bool:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return the path of the file that stores which run has begun, or None without torchrun. The file is in
+    """Return the path of the file that :func:`mark_begun` writes, or None without torchrun. The file is in
     torchrun's log folder, which torchrun keeps when it restarts the processes."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
@@ -434,8 +434,8 @@ def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
     """Return (file name, what was changed) for the ``file_changed`` events of a run, the newest first.
 
     :func:`changed_since` does not find these changes, because a resumed run computes new digests. A change of
-    metrics.jsonl is left out if the run was later rewound to a checkpoint before it: the lines up to this checkpoint
-    are compared with its digest, and the later lines are written again.
+    metrics.jsonl is left out if the run was later rewound to fewer tokens than those at which the change was found.
+    Such a rewind compares the remaining lines with the checkpoint's digest, and the run writes the others again.
     """
     found: list[tuple[int, str, str]] = []  # tokens at which a change was found, file, change
     for event in run.read_events():
@@ -458,7 +458,7 @@ FAULTS = {
     "waits": "the run is done, but its last checkpoint or log lines cannot be written yet: {why}; the run retries, "
     "and Ctrl-C ends it without them",
     "lines_lost": "the last lines of metrics and events are lost: {why}",
-    "curves_lost": "{writer} receives no curves from {tokens} tokens on: {why}",
+    "curves_lost": "{writer} receives no curves after {tokens} tokens: {why}",
     "history_lost": "the step time of this run is not saved, so later plans cannot be corrected by it: {why}",
     "file_changed": "{file} is not as the run wrote it: {why} (found at {tokens} tokens); the run continues",
     "finished_file_changed": "{file} is not as the run wrote it: {why} (found at {tokens} tokens)",

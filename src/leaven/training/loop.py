@@ -1,5 +1,5 @@
-"""Run optimizer steps with callbacks around them. Runs, trials (except stacks of trials) and the checks that train
-whole runs use this loop. `PlainTraining` takes the steps of models without a recipe.
+"""The loop over optimizer steps, with callbacks before and after each step. It is used by runs, by trials (except
+stacks of trials) and by the checks that train whole runs. `PlainTraining` is for models without a recipe.
 """
 
 import math
@@ -101,8 +101,8 @@ class Loop:
                 callback.on_due()
 
     def read(self) -> bool:
-        """If the result of the last step is unread, wait for this step and pass its result to the callbacks. Return
-        whether a callback has then rewound the run."""
+        """Wait for the last step and pass its result to the callbacks, if this is not done yet. Return whether a
+        callback rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 

@@ -297,8 +297,8 @@ class Validation(Callback):
 
 
 def writers(log_to: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the writers of curves that ``log_to`` names, such as "tensorboard,wandb" or "none". For None, return
-    TensorBoard if it is installed. Raise InputError if a name is unknown or its package is not installed."""
+    """Return the names of curve writers in ``log_to``, such as "tensorboard,wandb" or "none". For None, return
+    "tensorboard" if it is installed. Raise InputError if a name is unknown or its package is not installed."""
     if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
     names = [] if log_to == "none" else list(map(str.strip, log_to.split(",") if isinstance(log_to, str) else log_to))

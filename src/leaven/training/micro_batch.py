@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from leaven.training.engine import Training
 
 RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
-"""By rule of thumb, a forward pass has about this many tokens. On a CPU, the activations of small models then stay in
-the cache (measured: docs/log.md)."""
+"""Tokens of a forward pass by rule of thumb: few on a CPU, so that the activations of small models stay in the cache
+(measured: docs/log.md)."""
 
 TIMED_STEPS = 1_000  # runs of fewer steps are not timed, because timing costs about eight steps
 ROUNDS = 3  # timed passes of a candidate, after one that is not counted
@@ -95,10 +95,10 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch size, in sequences, with which each data-parallel rank has enough of them.
+    """Return the largest micro-batch size, in sequences, that gives each data-parallel rank enough micro-batches.
 
-    One micro-batch is enough without a pipeline. A pipeline needs ``pp``, even at the smallest batch of a ramp. A run
-    that measures the noise scale needs twice these numbers. The size is at least 1.
+    Without a pipeline, a rank needs one micro-batch. With a pipeline, it needs ``pp``, even at the smallest batch of
+    a ramp. A run that measures the noise scale needs twice as many. The size is at least 1.
     """
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
@@ -111,7 +111,7 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
     """Return ``recipe``. If its micro-batch is "auto" and ``run`` has started, use the micro-batch of ``run``.
 
-    Another micro-batch would change the last bits of the loss. With pipeline parallelism, it may have to be smaller.
+    Another micro-batch would change the last bits of the loss. If it is too large for a pipeline, it is reduced.
     """
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
@@ -219,7 +219,7 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
         if size == 0:
             return None
     tokens = size * training.recipe.model.seq_len
-    why = f"about {tokens:,} tokens a forward pass (runs of under {TIMED_STEPS:,} steps are not timed)"
+    why = f"about {tokens:,} tokens a forward pass, not timed because the run has under {TIMED_STEPS:,} steps"
     return Choice(size, why, too_large=tuple(too_large))
 
 

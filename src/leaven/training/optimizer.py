@@ -240,8 +240,8 @@ class NoiseScale:
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
         """Add the measurement of a step. Return the noise scale in tokens, or nan if :meth:`add` cannot estimate it.
 
-        ``targets``: the number of tokens of the batch that count in the loss. ``grad_norm``: the norm of the gradient
-        averaged over them.
+        ``targets`` is the number of tokens that count in the loss. ``grad_norm`` is the norm of their mean gradient,
+        without the loss scale.
         """
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets

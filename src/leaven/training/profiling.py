@@ -106,7 +106,7 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write plan.json. Add the measurement at the last batch size to the calibration history, if it is kept.
+        """Write plan.json. With ``keep_history``, add the last batch size's measurement to the calibration history.
 
         A measurement of fewer than ``ENOUGH`` steps is not added. If the history cannot be written, report the event
         ``history_lost``.

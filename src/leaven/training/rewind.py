@@ -92,8 +92,8 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
 def _skipping(rewinds: Sequence[Rewind]) -> list[Rewind]:
     """Return the rewinds whose data are still skipped.
 
-    After a manual rewind, data are no longer skipped by earlier manual rewinds with the same or a later target. Data
-    that the spike guard skipped stay skipped.
+    A manual rewind cancels the skips of earlier manual rewinds with the same or a later target. It does not cancel
+    those of the spike guard.
     """
     left: list[Rewind] = []
     for rewind in rewinds:
@@ -140,8 +140,8 @@ def undone(tokens: int, later: Sequence[Rewind]) -> bool:
 
 
 def text_left_out(run: RunFolder) -> str | None:
-    """Return a phrase with the number of tokens that manual rewinds of a run have skipped, or None if there are none
-    or the list of rewinds is damaged."""
+    """Return a phrase that counts the tokens that manual rewinds of a run have skipped. Return None if no tokens were
+    skipped, or if the list of rewinds is damaged."""
     with suppress(InputError):
         manual = [
             rewind for rewind in _skipping(rewinds_of(run)) if rewind.asked and rewind.skip_to > rewind.skip_from

@@ -140,7 +140,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if state is None or state.pop(DIGEST, None) != digest_of(state):
         raise ValueError(f"{file} is damaged")
     if state.get("tokens") != tokens_of(checkpoint):
-        raise ValueError(f"{checkpoint} contains another checkpoint, because the folder was copied or renamed")
+        raise ValueError(f"{checkpoint} was copied or renamed: its state.json is from another checkpoint")
     return state
 
 
@@ -163,8 +163,9 @@ class RunFolder:
     def recipe(self) -> Recipe:
         """Return the recipe with which the run trains now.
 
-        Until a manual rewind changes the recipe, it is read from recipe.toml. Then it is read from the event of the
-        last change, but the paths of the text and the tokenizer still come from recipe.toml, if that file exists.
+        This is the recipe of the last event that changed it (a manual rewind, or a new layout or micro-batch), with
+        the paths of the text and the tokenizer from recipe.toml, if that file exists. Without such an event, this is
+        recipe.toml.
         """
         change = self.last_change()
         if change is None:
@@ -230,7 +231,7 @@ class RunFolder:
                 storage.write(self.checkpoints / OWNER, os.fsencode(ours) + b"\n")
 
     def _owner(self) -> str | None:
-        """Return the path in the file ``OWNER``: "" if nothing uses the checkpoints, None if it cannot be read."""
+        """Return the path of the run or study that uses the checkpoints, "" if none does, None if this is unknown."""
         with suppress(OSError):
             return os.fsdecode(storage.read(self.checkpoints / OWNER).partition(b"\n")[0])
         return None
@@ -268,7 +269,7 @@ class RunFolder:
         )
 
     def save_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
-        """Write the recipe file, keeping its comments. If the recipe is also in events, ignore a full disk."""
+        """Write the recipe file, keeping its comments. If events.jsonl has the recipe too, ignore a full disk."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:
@@ -304,7 +305,7 @@ class RunFolder:
     def read_metrics(self) -> storage.JsonLines:
         """Return the lines of :meth:`metrics`, and the line numbers of damaged lines.
 
-        A run writes its steps in order. So a line is left out if the next line has a smaller step.
+        A line is left out if the next line has a smaller step, because its step number may have been changed.
         """
         read = _read(self.metrics_file)
         lines = [line for line in read.documents if isinstance(line.get("step"), int)]

@@ -95,8 +95,8 @@ class RunLines:
     def truncate_metrics(self, step: int, written: LinesDigest | None) -> str | None:
         """Remove from metrics.jsonl the lines after ``step`` and an incomplete last line.
 
-        ``written`` is the digest of the lines up to ``step`` in the checkpoint; None if there is no checkpoint.
-        Return how the file's lines differ from the digest (see :func:`changed_lines`), or None if they do not.
+        ``written`` is the checkpoint's digest of the lines up to ``step``, or None without a checkpoint. Return
+        how the lines differ from the digest (see :func:`changed_lines`), or None if they do not.
         """
         waiting = [line for path, line in self._waiting if path == self._run.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
 EVENTS = "tfevents"  # part of the name of every TensorBoard event file
-OF_HPARAMS = "a result of add_hparams, which is read only if its name begins with hparam/"  # for messages
+OF_HPARAMS = "a result of add_hparams; such results are read only if their name begins with hparam/"  # for messages
 _BFLOAT16 = 14  # DT_BFLOAT16 of TensorFlow
 
 
@@ -54,7 +54,7 @@ def read_event_file(file: Path, tag: str) -> EventFile:
 
     If a tensor is not a scalar, its value is a text with its shape. A file counts as written by ``add_hparams`` if it
     begins with a description of the experiment, and has only results that the description names, each once. Such a
-    file is left out if ``tag`` does not begin with hparam/.
+    file has ``left_out`` set if ``tag`` does not begin with hparam/.
 
     Raises:
         LogDamaged: if a record is damaged.

@@ -3,8 +3,8 @@
 At each step, the detector does the following for each of the three quantities:
 
 1. The usual level of the quantity is its median over the last :data:`LEVEL` steps that were not suspicious (see 4).
-2. The distance of the new value from this level is divided by a robust standard deviation: 1.4826 times the median of
-   the last :data:`WINDOW` absolute distances, but at least a floor.
+2. The new value minus this level is divided by a robust standard deviation: 1.4826 times the median of the last
+   :data:`WINDOW` absolute differences from the level, but at least a floor.
 3. The resulting number of deviations, limited to :data:`CAP`, minus :data:`ALLOWANCE`, is added to a sum that never
    falls below 0 (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes").
 4. When the sum reaches :data:`LIMIT`, the run has an anomaly. The anomaly began when the sum last rose above 0. All
@@ -82,7 +82,8 @@ class QuantityMonitor:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """Return the median of ``values``, and the robust standard deviation by ``distances``, at least ``floor``."""
+        """Return the median of ``values`` and their robust standard deviation (from ``distances``, but at least
+        ``floor``)."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:

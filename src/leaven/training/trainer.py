@@ -143,15 +143,15 @@ def train(
     process, because dropout seeds torch's global random generator.
 
     Ctrl-C in the main thread saves the state, then raises KeyboardInterrupt. A second Ctrl-C does not wait.
-    To save the state in another thread, or at a SIGTERM, pass ``stop``.
+    To stop a run in another thread or at a SIGTERM, and save its state, pass ``stop``.
 
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event; most are also lines of events.jsonl. Without it,
             Python warnings tell what is lost, damaged or cannot be written, and show ``tokens.notes``.
         stop: polled between steps, and by a single process also within a step. When it returns True, the state is
-            saved, and ``finished`` of the result is False. If a disk is full or away at the end, the run waits for it
-            until ``stop`` returns True.
+            saved, and ``finished`` of the result is False. If a disk is full or unreachable at the end, the run
+            retries until ``stop`` returns True.
         log_to: names of writers of curves (:data:`leaven.training.metrics.WRITERS`), such as "tensorboard,wandb".
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
@@ -204,11 +204,11 @@ def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
 def _warnings_of_faults(
     folder: Path, tokens: "TokenSet", recipe: Recipe, caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Issue each note about ``tokens`` and the recipe's start weights as a Python warning. Return a callback that
-    issues warnings for events.
+    """Issue a Python warning for each note about the tokens, and about the recipe's start weights.
 
-    The callback's warnings are ``folder`` followed by a message of :func:`faults_in`. Only rank 0 warns. A warning
-    points to the line that ``caller`` was executing when this function was called. Equal warnings are shown once.
+    Return a callback that warns of the faults in an event (:func:`faults_in`). These warnings begin with the run's
+    ``folder``. Only rank 0 warns. A warning points to the line that ``caller`` was executing when this function was
+    called. Equal warnings are shown once.
     """
     where, registry = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
 

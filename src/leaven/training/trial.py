@@ -181,8 +181,8 @@ def cooldown_start(schedule: Schedule, duration: int) -> float:
 
 
 class Cooldowns(Callback):
-    """For each shorter duration, branches a cooldown off the longest run, the trunk. After the cooldown, the trunk
-    continues from the state in which the cooldown began."""
+    """Trains the cooldowns of the shorter durations within the run of the longest duration (the trunk). After each
+    cooldown, the trunk continues from the state in which the cooldown began."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -239,8 +239,8 @@ class TrialCheckpoint(Callback):
     def resume(self) -> None:
         """Continue from this trial's checkpoint, if there is one.
 
-        Warn about checkpoints that are damaged, do not fit the recipe or belong to another trial, and ignore
-        them. Raise InputError if a checkpoint of this trial does not fit the model or the callbacks.
+        Ignore checkpoints that are damaged, have other parameters or belong to another trial, with a warning.
+        Raise InputError if this trial's checkpoint cannot be restored.
         """
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}

@@ -136,9 +136,9 @@ class LossSource(Part):
     def expression(self) -> str:
         """The ``pattern`` as a regular expression: {loss} and {step} become named groups.
 
-        Trainers pad numbers with spaces. So additional spaces match before a placeholder, and after it if the pattern
-        has a space there. Only if {loss} directly follows a word, no spaces match before it: "val{loss}" does not
-        match the 5 of "val 5 of 10".
+        Trainers pad numbers with spaces, so extra spaces match before a placeholder. They also match after it, if the
+        pattern has a space there. No space matches between a word and {loss}: "val{loss}" does not match the 5 of
+        "val 5 of 10".
         """
         found = self.pattern or ""
         for name, padding, text in (("loss", r"(?:(?<!\w)[ ]{1,99}+)?+", LOSS_TEXT), ("step", "[ ]{0,99}+", _STEP)):
@@ -312,9 +312,9 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the field ``start``, rounded and clipped to its limits.
+        """Return the value at a distance from the field ``start``, rounded and clipped to ``low`` and ``high``.
 
-        ``octaves`` is the distance in ``unit``, or for a choice the index into ``choices``.
+        ``octaves`` is this distance, in ``unit``. If there are ``choices``, it is the index of the choice to return.
         """
         if self.choices is not None:
             return self.choices[round(octaves)]
@@ -489,9 +489,9 @@ def _names(*texts: str) -> set[str]:
 def _in_quotes(command: str) -> set[str]:
     """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash.
 
-    Each placeholder is put between spaces, and ``shlex.split`` splits the command. The result has the
-    placeholders that are not separate words then. It has all of them if the command has nested syntax, such as a
-    backquote, or cannot be split.
+    Put each placeholder between spaces, split the command with ``shlex.split``, and return the placeholders that
+    are not separate words. Return all placeholders if the command has nested syntax, such as a backquote, or cannot
+    be split.
     """
     if _NESTED.search(command):
         return _names(command)

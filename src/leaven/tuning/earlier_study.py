@@ -8,8 +8,8 @@ special cases:
 - The multiplier of a module, such as the lr of the embedding: if the new search does not search the global value,
   the distance of the global value is added. For example, twice the global lr adds 1 octave to the lr of each module.
 - The warm-up is compared as a share of the run's tokens.
-- The batch size and the run's tokens have no scaling rule. So their distance is measured from the start of the
-  earlier study, or from its best point if a search has chosen the value in the new recipe.
+- The batch size and the run's tokens have no scaling rule. So their distances are measured within the earlier study:
+  from its best point if ``leaven tune`` chose the value in the new recipe, otherwise from its start.
 
 If both studies run a command, values of the same name are compared. At least one name must be in both.
 """
@@ -74,7 +74,8 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
     if isinstance(space, CommandSpace) and not set(space.paths) & {d.path for d in document.dimensions}:
         raise InputError(
             f"{what}: this study searched {listed([d.path for d in document.dimensions], 'and')}, and none of these "
-            "values is in the command file; rename a value there as in this study, or leave --from-study out"
+            "values is in the command file; rename a value of the file to its name in this study, or leave "
+            "--from-study out"
         )
     others = [d for d in document.dimensions if d.path not in space.paths and d.path not in CHOICES]
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
@@ -128,12 +129,12 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
     return [
         *messages,
         f"{what}: it did not search {listed(missing, 'and')}, so its trials count as trials at the start value; "
-        "if a value only had another name there, give it the same name",
+        "if it searched one under another name, use that name here",
     ]
 
 
 def _text(recipe: Recipe) -> dict[str, Fraction]:
-    """Return the share of each data source, by its absolute path, or by its name if it is not a path."""
+    """Return {data source: share}. Paths of sources are made absolute; other names stay as they are."""
     names = [source.source for source in recipe.data.sources]
     paths = [name if ":" in name or not ({*name} & {*"./"}) else os.path.abspath(name) for name in names]
     return dict(zip(paths, recipe.data.proportions, strict=True))
@@ -212,7 +213,7 @@ def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float])
     """Return how far the value at ``path`` in ``there`` is from its value in ``space.recipe``.
 
     The distance is in the unit of the value (:attr:`Dimension.unit`). For a choice, return the index of the level in
-    ``there``. ``since`` has the known distances of the batch and the number of tokens, by path.
+    ``there``. ``since`` has the distances that are already known, by path: of the batch size and of the run length.
     """
     here = space.recipe
     if path in since:

@@ -21,8 +21,8 @@ Most distances are in octaves: a distance of 1 doubles the value. Some values ha
 Two kinds of values have distances in other units:
 
 - A value in ``TENTHS``, such as dropout, may be 0. Its distance is in tenths: a distance of 1 adds 0.1.
-- A choice in ``CHOICES``, such as ``schedule.decay``, is a name, one of the levels of the choice. Its distance is the
-  index of the level in :func:`levels`, where the recipe's own level is first.
+- A categorical value (``CHOICES``), such as ``schedule.decay``, is a name. Its distance is the index of the name in
+  :func:`levels`, where the recipe's own name is first.
 """
 
 import math
@@ -48,9 +48,9 @@ WHOLE_RECIPE = (*GLOBAL, *OTHERS, *MUON, TOKENS)
 BETAS = ("beta1", "beta2", "momentum")
 POINTS = 3  # points of a searched depth profile: enough for a tilt and a bend
 TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
-"""Values that may be 0, with the highest value that a recipe may have."""
+"""The maximum of each value that is searched in tenths, by path. These values may be 0."""
 CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
-"""All levels of each choice. All listed decays end at min_lr_ratio."""
+"""The levels of each choice, by path. ``schedule.decay`` has only the decays that end at min_lr_ratio."""
 
 _POINT = re.compile(r"hyperparameters\.depth\.(\w+)\[(\d+)\]")
 
@@ -117,8 +117,8 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 
 def value_like(recipe: Recipe, path: str, like: Recipe) -> Value | None:
-    """Return the recipe's value at a searchable path of the recipe ``like``. A depth profile is interpolated at the
-    depth of the point in ``like``, which may have another number of points."""
+    """Return the value of ``recipe`` at a path that is searchable in ``like``. If the path is a point of a depth
+    profile, interpolate the profile of ``recipe`` at the depth that this point has in ``like``."""
     if point := _POINT.fullmatch(path):
         return DepthProfile.at(_profile(recipe, point[1]), int(point[2]), len(_profile(like, point[1])))
     return value_at(recipe, path)

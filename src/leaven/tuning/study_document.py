@@ -81,9 +81,9 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance ``x`` from the start, adjusted if the values must be whole numbers.
+        """Return ``x``, a distance from the start. If all values must be whole numbers, return an adjusted distance.
 
-        The adjusted distance leads to the rounded value at ``x`` plus ``more``, clamped to the range.
+        At the adjusted distance, the value is the rounded value at ``x`` plus ``more``, clamped to the range.
         """
         if not self.whole:
             return x
@@ -98,8 +98,8 @@ class Dimension:
     def change(self, to: float, origin: float = 0.0) -> str:
         """Return how the value changes if its distance from the start point changes from ``origin`` to ``to``.
 
-        Examples: the factor ``x0.29``, the difference ``+0.05`` for the unit tenth, or the new level of a choice. For
-        a beta, the factor is that of log(beta).
+        Examples by ``unit``: octave: the factor ``x0.29`` (of log(beta), if the value is a beta). tenth: the
+        difference ``+0.05``. choice: the new level.
         """
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
@@ -219,11 +219,11 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point of :attr:`fewest`, as octaves from the start by path; None if it is unknown or the best point."""
+        """The octaves of the point :attr:`fewest`, by path. None if this point is unknown or is the best point."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
-        """Return how much tuning a value mattered: the first of these texts that applies.
+        """Return whether it helped to tune a value. The result is the first of these texts that applies.
 
         - "mattered": the gain from tuning the value is above the noise.
         - "not worth tuning": the value is in ``idle``. Resetting all values in ``idle`` to the start raises the loss
@@ -336,8 +336,8 @@ def _study_of(answer: Path) -> StudyDocument | None:
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return what a study's gain is worth in training tokens of ``target``, one row for each share in ``SHARES``.
 
-    The gain is the amount by which tuning lowered the loss. A larger model may keep only a share of the gain. Each
-    row has the factor on the training tokens that lowers the loss of ``target`` by as much as its share of the gain.
+    The gain is the amount by which tuning lowered the loss. A larger model may keep only a share of the gain.
+    Training ``target`` on ``times`` as many tokens would lower its loss by (share) x (gain), too.
 
     ``answer`` is the best.toml of the study. The list is empty if the study has no gain, or if the target's tokens
     are outside ``WORTH_TOKENS``.

@@ -47,9 +47,9 @@ class ActivationRecorder(TorchFunctionMode):
     are stacked in the order of computation. If a container returns the output of one of its modules, this output is
     recorded once, for the inner module. Not recorded are:
 
-    - in a parametrized model, outputs of modules around a branch's last matrix, such as ``layers.3.mlp``, because
-      they include the branch's multiplier (the output of the matrix is recorded without it);
-    - outputs inside ``experts``: their rows depend on the router, so they change in training.
+    - in a parametrized model, outputs of modules that contain a branch's last matrix, such as ``layers.3.mlp``. They
+      include the branch's multiplier; the output of the matrix is recorded without this multiplier.
+    - outputs inside ``experts``, because the router chooses their rows.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:

@@ -34,8 +34,8 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
     """Return a function that makes batches of ``count`` sequences of made-up token ids.
 
-    With a probability of 70%, an id is the successor of the id before it. A fixed random permutation defines the
-    successor of each id. Otherwise, the id is drawn by Zipf's law.
+    A fixed random permutation gives each id a successor. An id is followed by its successor with a probability of
+    70%, and otherwise by an id drawn by Zipf's law.
     """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)

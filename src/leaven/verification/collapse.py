@@ -189,7 +189,7 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviation of each size after the first from the first size, as defined at the top of this file.
+    """Return the deviation of every other size from the first one, as defined at the top of this file.
 
     ``curves`` has the shape (..., sizes, intervals). ``irreducible`` (...) is the loss L0. The result has the shape
     (..., sizes - 1, intervals after the first quarter of the run).
@@ -238,8 +238,8 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
     At a size with several runs, seeds are drawn with replacement. At a size with one run, blocks of its points are
     drawn (:func:`_blocks`). Return None if such a run has too few points.
 
-    A mean is fitted to n seeds, and a line to n blocks. So deviations from the mean are too small by the factor
-    sqrt((n - 1) / n), and deviations from the line by sqrt((n - 2) / n). The samples are corrected for this.
+    Deviations of n seeds from their mean are too small by the factor sqrt((n - 1) / n), and deviations of n blocks
+    from a line fitted to them by sqrt((n - 2) / n). The samples are corrected for this.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -258,10 +258,10 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return mean residuals of the curve from straight lines, one line in each of ``count`` equal time intervals.
+    """Fit a line to the curve in each of ``count`` equal time intervals, and return the mean residuals in blocks.
 
-    The residuals are averaged over each of `BLOCKS` blocks of points in an interval: (``count``, `BLOCKS`). Return
-    None if an interval has too few points.
+    The result is (``count``, `BLOCKS`): each interval has `BLOCKS` blocks of points. It is None if an interval has
+    too few points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
@@ -278,9 +278,9 @@ def _blocks(points: Points, count: int) -> Array | None:
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
     """Return the verdict on one size: whether its normalised loss curve coincides with the base's curve.
 
-    ``errors`` are the deviations from the base's curve at ``shares`` of the run. ``band`` is half the width of their
-    interval, or NaN if unknown. ``by_seed`` has the losses of this size (seeds, points). ``row`` is VerdictRow with
-    some fields set.
+    ``errors`` are the deviations from the base's curve at ``shares`` of the run, with the 95% interval ``errors`` +-
+    ``band``. ``band`` is NaN if unknown. ``by_seed`` has the losses of this size (seeds, points). ``row`` is
+    VerdictRow with some fields set.
     """
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))

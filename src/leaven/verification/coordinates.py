@@ -52,9 +52,9 @@ LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""How far the slope of log2 RMS over log2 size may be outside its allowed range, by axis. ``start`` limits the
-initial output. ``early`` limits the output after training and its change, for up to `STEPS` steps, and ``late`` for
-more.
+"""The largest distance of the slope of log2 RMS over log2 size from its allowed range, by axis. ``start`` is for the
+initial output. For the trained output and for the change of the output, ``early`` holds for up to `STEPS` training
+steps, and ``late`` for more steps.
 
 A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
 Under correct rules, with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over depth they
@@ -68,8 +68,8 @@ MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
 
 In a matrix with more inputs than outputs, a step of Muon changes only as many input directions as there are outputs.
 The share of the inputs in these directions depends on the ratio of the width to the tokens in the batch. Under a
-correct rule (docs/log.md), slopes over width were from -0.13 to 0.21, and slopes over depth from -0.24 to 0.07. The
-limit for slopes over width below 0 is not wider, because an error of -1/2 in an exponent gives slopes of only -0.17
+correct rule (docs/log.md), slopes over width were from -0.13 to 0.21, and slopes over depth from -0.24 to 0.07. Over
+width, the limit for negative slopes is not wider, because an error of -1/2 in an exponent gives slopes of only -0.17
 to -0.24.
 """
 
@@ -97,15 +97,15 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     quantity = "slope of log2 output RMS over log2 size"
     parts = drawn = ("start", "end", "change")
     start = CheckStart(hidden=1.0, residual=0.5)
-    """With smaller hidden weights or branches, an output would change mostly because the module's own weights change.
-    At small widths, the alignment of the weight change with the input falls with the width (a slope of about -0.1).
-    With a residual multiplier of 1, the branches at depth 2 would be as large as the embedding. At this depth,
-    outputs that read the stream between two branches would then change less."""
+    """If hidden weights or the residual multiplier were smaller, an output would change mostly through the module's
+    own weights. At small widths, the alignment of their change with the input falls with the width (a slope of about
+    -0.1). If the residual multiplier were 1, the branches at depth 2 would be as large as the embedding, and outputs
+    that read the stream between two branches would change less than at larger depths."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
-    """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. This output changes
-    more in a step, so the embedding gets a larger lr. Otherwise, most of the stream's change would come from
-    branches, and this change would fall with the depth at the MLP of the middle block: three quarters of all branches
-    are before this MLP at depth 2, but about one half at depth 16."""
+    """The start for branches that end in a norm. Their outputs have RMS 1, so the residual multiplier is smaller.
+    Their outputs also change more in a step, so the embedding gets a larger lr. With the usual lr, the stream would
+    change mostly through the branches. At the MLP of the middle block, this change would fall with the depth: at
+    depth 2, three quarters of all branches are before this MLP, but at depth 16 only about one half."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         axes = super().axes()

@@ -70,14 +70,14 @@ def duration(
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
     """Return a recipe's new values, by path, for the measured token exponent t: the best lr falls as tokens^-t.
 
-    They are t, clipped to 0 to 1, its 95% interval, and a reason that names the folder ``run``. Return None if the
-    check has not found t and the interval.
+    The values are t (clipped to the range from 0 to 1), the 95% interval of t, and a reason that names the folder
+    ``run``. Return None if the check has not found t and the interval.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     if found is None or found.value is None or found.low is None or found.high is None:
         return None
     low, high = -found.high, -found.low
-    outside = "" if 0 <= -found.value <= 1 else f"; {-found.value:.3g} was measured, and a recipe has 0 to 1"
+    outside = "" if 0 <= -found.value <= 1 else f"; the measured {-found.value:.3g} is outside the allowed 0 to 1"
     return {
         "scaling.token_exponent": float(f"{min(max(-found.value, 0.0), 1.0):.3g}"),
         "scaling.token_exponent_interval": (float(f"{low:.3g}"), float(f"{high:.3g}")),
@@ -94,7 +94,7 @@ def _regime(
 
     The cost is None if runs diverged or more tokens do not lower the loss. The row's note then says so.
     """
-    name = "cost of twice the batch, octaves of tokens"
+    name = "cost of doubling the batch, in octaves of tokens"
     unknown = partial(MeasuredRow, name=name, value=None, low=None, high=None)
     longest = max(losses, key=lambda scale: scale.tokens)
     if not (losses[base].has_optimum and losses[longest].has_optimum):
@@ -122,11 +122,14 @@ def _regime(
     if found.low is None or found.high is None:
         note = "no interval with only one seed; give --seeds 3"
     elif found.high < CRITICAL:
-        note = f"limited by noise: below {CRITICAL:.2f}, so the batch is below the critical one, as the rule assumes"
+        note = (
+            f"limited by noise: the cost is below {CRITICAL:.2f}, so the batch is below the critical one, as the "
+            "rule assumes"
+        )
     elif found.low > CRITICAL:
         note = (
-            f"limited by optimisation: above {CRITICAL:.2f}, so the batch is above the critical one, and the rule's "
-            "exponent of tokens is too large; choose a smaller batch, or use the fitted exponent"
+            f"limited by optimisation: the cost is above {CRITICAL:.2f}, so the batch is above the critical one, "
+            "and the rule's exponent of tokens is too large; choose a smaller batch, or use the fitted exponent"
         )
     else:
         note = f"undecided: the interval contains {CRITICAL:.2f}, the value at the critical batch; give more --seeds"

@@ -29,8 +29,8 @@ LEAST_STEPS = 200
 For example, with 64 steps, 1/4 of the batch changed the loss by 1.8 nats under a correct rule."""
 
 TOLERANCE = 0.02
-"""A difference in loss up to this share of log(vocabulary) - loss is always allowed, because the rule is exact only
-in the limit of small lrs. In a toy model, factors of 1/4 to 8 on the batch size change the excess loss by up to 5%
+"""The loss may always differ by up to this share of (log(vocabulary) - loss), because the batch rule is exact only in
+the limit of small lrs. In a toy model, factors of 1/4 to 8 on the batch size change the excess loss by up to 5%
 with the rule, and by 50% without it."""
 
 FACTORY_TOKENS = 524_288

@@ -55,7 +55,8 @@ from leaven.verification.small_models import CheckStart
 from leaven.verification.verdict import Exponent
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
-"""The limits on the difference between the exponents of the gradient and of eps, at the start and at the end.
+"""Largest difference between the exponents (see the top of this file) of gradient and eps, at the first step and at
+the end of the training.
 
 For gains that all heads share, ``START_LIMIT`` is also the limit at the end. ``START_LIMIT`` also limits the exponent
 of lr x weight_decay, and ``END_LIMIT`` the exponent of the changes of gains and biases.
@@ -202,7 +203,10 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails if it never changes or a value is 0 at some sizes only, otherwise ""."""
+    """Return why a parameter fails: it never changes, or a gradient, lr x decay or eps is 0 at some sizes only.
+
+    Return "" if neither is true.
+    """
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

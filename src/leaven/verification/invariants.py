@@ -39,14 +39,14 @@ FACTOR = 4.0  # larger batch / the family's batch, and longer run / the family's
 
 # The usual cause of a wrong exponent, by combination.
 _REASONS = {
-    "lr x eps x entries": "lr or eps changed without the other?",
-    "lr x decay x steps": "lr or decay changed without the other?",
+    "lr x eps x entries": "was only one of lr and eps changed?",
+    "lr x decay x steps": "was only one of lr and decay changed?",
     "beta1": "its half-life should be the same fraction of every run",
     "beta2": "its half-life should be the same fraction of every run",
     "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
 Combinations = dict[str, list[dict[str, float]]]
-"""For each module label, one dictionary of combinations per layer, such as ``{"lr": 0.01, "beta1": 30.0, ...}``."""
+"""For each module label, one dictionary per layer: the combinations listed at the top of this file, by name."""
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:

@@ -212,9 +212,10 @@ class RunLogs:
         return cls(path, sorted(own), others, events, names, loss, in_paths)
 
     def rows(self, file: Path, columns: Collection[str]) -> list[LoggedRow]:
-        """Return the rows of ``file``, one of ``others``. In the rows, the column ``self.loss`` is called "loss".
+        """Return the rows of ``file``, a table or a run of TensorBoard or W&B. The column ``self.loss`` is renamed to
+        "loss".
 
-        ``columns`` are the numbers, such as the width, that are read from the path of a run.
+        ``columns`` are the names of numbers, such as width, to read from the path of a run.
         """
         if is_one_run(file):
             return self._rows_of_run(file, columns)
@@ -230,8 +231,8 @@ class RunLogs:
         return rows
 
     def _rows_of_run(self, run: Path, columns: Collection[str]) -> list[LoggedRow]:
-        """Return the points of a TensorBoard or W&B run. Raise InputError if it has no loss, or if its
-        path has two values of one column, such as two widths."""
+        """Return the points of a TensorBoard or W&B run. Raise InputError if the run has no loss, or if its path
+        gives a column two values, such as width=128/width=256."""
         cut: list[str] = []
         if run in self.events:
             names = {tag for file in self.events[run] for tag in file.tags}
@@ -267,10 +268,9 @@ class RunLogs:
         return found
 
     def require_readable_names(self, *, sized: bool = False) -> None:
-        """Raise InputError if the paths of runs differ in a name whose numbers cannot be read.
+        """Raise InputError if a name in the path of one run, and not of another, has numbers that cannot be read.
 
-        Such a name may contain the size. If ``sized``, the first name in a path is the size, such as 50m, and is not
-        checked.
+        With ``sized``, the first name in a path is the size, such as 50m, and is not checked.
         """
         first: tuple[Path, list[str]] | None = None
         for run, names in self.names.items():
@@ -281,13 +281,13 @@ class RunLogs:
             if unread != theirs:
                 name, *_ = (*{*unread}.symmetric_difference(theirs), *unread)
                 raise InputError(
-                    f"{run} and {other}: the name {name} cannot be read from {_parts(name)[1]!r} on; rename it to "
+                    f"{run} and {other}: cannot read {_parts(name)[1]!r} in the name {name}; rename it to "
                     "pairs of a name and a number (not its logarithm), such as width=256,lr=0.004,beta2=0.95 or "
                     "seed0, or give a table of the runs"
                 )
 
     def unused_numbers(self, columns: Collection[str]) -> list[str]:
-        """Return the names whose numbers in the paths differ between runs, except the names in ``columns``."""
+        """Return the names of the numbers that differ between the runs' paths. Leave out names in ``columns``."""
         every = [self.numbers(run) for run in self.names]
         names = {name for numbers in every for name in numbers} - {*columns}
         return sorted(name for name in names if any(each.get(name) != every[0].get(name) for each in every))
@@ -296,10 +296,10 @@ class RunLogs:
 def _event_files(folders: Iterable[Path], loss: str) -> dict[Path, list[EventFile]]:
     """Return the TensorBoard event files of each run, by its folder.
 
-    - If ``loss`` is val/loss, a folder called val with a tag "loss" is also a run. The folder above it and those
-      beside it, such as train, are runs only if they have the tag val/loss.
-    - If ``loss`` is a result of ``add_hparams``, such as hparam/loss, only the newest file with it counts for a run.
-    - A folder above runs is not a run if its files have no numbers.
+    - If ``loss`` is val/loss, a folder called val with the tag "loss" is also a run. Its parent and its siblings,
+      such as train, are runs only if they have the tag val/loss.
+    - If ``loss`` is a result of ``add_hparams``, such as hparam/loss, only a run's newest file with it is returned.
+    - A folder that contains runs is not a run itself if its files have no tags.
     """
     found, chosen = dict[Path, list[EventFile]](), set[Path]()
     for folder in sorted(folders):
@@ -359,7 +359,7 @@ def named_numbers(name: str) -> list[tuple[str, float]] | None:
 
 
 def _parts(name: str) -> tuple[list[tuple[str, float]], str]:
-    """Return (name, number) pairs from a name such as ``lr=0.1_seed=2``, and the end of it that cannot be read."""
+    """Return (name, number) pairs from a name such as ``lr=0.1_seed=2``, and the rest that cannot be read."""
     found, at, name = [], 0, name.lower()
     while at < len(name) and (part := _PART.match(name, at)) is not None:
         plain, number, unit, any_name, any_number, any_unit = part.groups()

@@ -60,10 +60,10 @@ MOST_LENGTHS = 20  # the most numbers of tokens for which rows with equal other 
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the scale of a logged run. The columns ``axes`` of its row have the values; all other axes are 1.
+    """Return the scale of a logged run: the values of ``row`` in the columns ``axes``, and 1 for all other axes.
 
-    Batch and tokens are absolute here, not relative to those of a model family. Raise InputError if width or depth is
-    not a whole number, or is too large.
+    Batch and tokens are absolute here, unlike in other scales. Raise InputError if width or depth is not a whole
+    number, or is too large.
     """
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
@@ -199,8 +199,8 @@ def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: 
             of_run.add(row.above_0("tokens"))
             if len(of_run) > MOST_LENGTHS:
                 raise InputError(
-                    f"{row.place}: {_numbers_of(row, [*others, value])} has more than {MOST_LENGTHS} values of "
-                    f"tokens, so its rows may be points of one run; {hint}"
+                    f"{row.place}: the rows with {_numbers_of(row, [*others, value])} have more than {MOST_LENGTHS} "
+                    f"values of tokens, so they may be points of one run; {hint}"
                 )
         for column in filter(PROGRESS.fullmatch, row.values if row.seed() is None else ()):
             if column == value or (at := _progress(row, column)) is None:
@@ -252,8 +252,8 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
     if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
-            f"{row.place} repeats the loss of {first.place}, and at this size, a loss is repeated at every value "
-            "that has several runs, so these are probably copies; remove the copies, or write losses with more digits"
+            f"{row.place} repeats the loss of {first.place}; at this size, every value with several runs has such "
+            "repeats, so they are probably copies; remove the copies, or write losses with more digits"
         )
 
 
@@ -271,8 +271,9 @@ def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
 def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
     """Raise InputError if two logs may be of one run, such as the TensorBoard folders train and val.
 
-    This is so if one of them has no seed, and they are not both tables (CSV or JSON lines). All ``runs`` have the
-    same size and value, which are ``what`` in the message.
+    Two logs may be of one run if one of them has no seed, and they are not both tables (CSV or JSON lines).
+
+    ``what``: the size, and for a sweep the value, that all ``runs`` have in common, as text for the message.
     """
     seeded_first = sorted(runs, key=lambda row: row.seed() is None)
     logs = {row.source: row for row in seeded_first if row.source is not None}
@@ -321,7 +322,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[str]]:
-    """Return (loss curves by size, names of unused columns and of unused numbers in the paths of runs).
+    """Return (loss curves by size, unused names). Names belong to columns, or to numbers in paths such as ``lr0.01``.
 
     Raise InputError as :func:`curves_of` does.
     """
@@ -390,9 +391,9 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
 
 
 def _refuse_missing_losses(rows: Iterable[LoggedRow], axes: Sequence[str], time: str) -> None:
-    """Raise InputError if the last row of a run has no loss, because the run may have diverged there.
+    """Raise InputError if the last row of a run has an empty loss. Rows without ``time`` or a size are ignored.
 
-    (pandas writes NaN as an empty cell or null.) Rows without the loss column, a size or progress are ignored.
+    The run may have diverged there, because pandas writes NaN as an empty cell or null.
     """
     ends = dict[Hashable, tuple[float, bool, LoggedRow]]()
     for row in rows:
@@ -419,10 +420,10 @@ def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return a run's points. Raise InputError if a second run seems to begin.
+    """Return a run's points. Raise InputError if the rows seem to come from two runs.
 
-    If a run resumes at an earlier step, its new rows replace the points from this step on. In a table, this step must
-    already have a point. In TensorBoard and W&B, any step after the first is allowed.
+    A run may resume at an earlier step. Its new rows replace the points from this step on, and must reach the last
+    step again. The step must come after the first point. In a table, it must also have a point already.
     """
     one_run = rows[0].source is not None and is_one_run(rows[0].source)
     run: dict[float, float] = {}
@@ -502,7 +503,7 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
     """Raise InputError if ``leaven transfer`` cannot produce the recipes of all sizes from one recipe.
 
     The runs then differ in more than their size, so the best values at ``path``, such as the lr, cannot be compared.
-    In the message, ``what`` replaces ``path`` as the name of what is compared.
+    ``what`` is the message's name for the compared values, by default ``path``.
     """
     firsts: dict[RunScale, tuple[Recipe, Path]] = {}
     for scale, recipe, run in sorted(runs, key=lambda each: astuple(each[0])):
@@ -527,7 +528,7 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
 
 
 def _kept_values(recipe: Recipe, swept: str) -> dict[str, Any]:
-    """Return the values of a recipe that must be equal at all sizes, by path. They include those of its base."""
+    """Return the values of a recipe that must be equal at all sizes, by path. The sizes of the base are included."""
     values = flatten(recipe.model_dump() | {"scaling": _whole_scaling(recipe)})
     values |= {"data.weights": recipe.data.proportions, "start.weights": recipe.start.weights is not None}
     return {

@@ -66,10 +66,10 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return ``ranks``, sorted and without duplicates. By default, return one rank of some pipeline stages.
+    """Return ``ranks``, sorted and without duplicates. Raise InputError for a rank outside the layout.
 
-    These are the first, second and last stage, or all stages with ``all_stages``. The returned rank is the first of
-    its stage. Raise InputError for a rank outside the layout.
+    By default, return the first rank of the first, second and last pipeline stage, or of all stages with
+    ``all_stages``.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]

@@ -41,8 +41,8 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale to which the scaling rule adapts the hyperparameters. If ``ruled`` is false, this scale has batch
-        and tokens 1, so the rule adapts them only to width and depth."""
+        """The scale to which the scaling rule adapts the hyperparameters. If ``ruled`` is false, batch and tokens are
+        1, so the rule adapts the hyperparameters only to width and depth."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 

@@ -167,7 +167,7 @@ class _Runs:
     def pools(self) -> list[Array]:
         """Return the residuals from which a bootstrap draws, one array for each of the compared values.
 
-        An array has the residuals of the runs with its value. If fewer than two are known, it has those of all runs.
+        An array has the residuals of the runs with one value, or of all runs if fewer than two of these are known.
         """
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]

@@ -136,9 +136,10 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train and measure a model. Raise InputError if the model has no parameter for one of ``labels``.
+        """Train and measure a model. ``labels`` has the labels of the first model's parameters, such as ``mlp.out``.
 
-        If ``labels`` is empty, as for the first model, add the labels of this model to the set.
+        For the first model, ``labels`` is empty, and this method fills it. Raise InputError if a later model has no
+        parameter with one of these labels.
         """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}

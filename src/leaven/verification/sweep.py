@@ -84,8 +84,11 @@ def sweep(
     """Run or resume a sweep. Return its document and the losses at each trained scale.
 
     The first scale is the base. ``grid`` has the values to try at the base. If ``family`` is made by a user's
-    factory function, these are multiples of the factory's own value. Raise InputError for fewer than two scales or
-    three values, or if a scale or the folder cannot be used. Raise ChecksStopped if the runs were stopped.
+    factory function, the grid has multiples of the factory's own value.
+
+    Raises:
+        InputError: for fewer than two scales or three values, or if a scale or the folder of ``store`` is unusable.
+        ChecksStopped: if the runs were stopped.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
@@ -219,7 +222,7 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return a row for each axis with two exponents of the best value over the axis: the measured and the rule's.
+    """Return a row for each axis: the measured exponent of the best value over the axis, and the rule's exponent.
 
     Axes with fewer than two scales, or with a scale without an optimum, are left out. The values of a grid are
     relative to the rule, so a fit to them gives the error of the rule's exponent. The measured exponent is the rule's

@@ -144,9 +144,9 @@ def symbol(run: PublishedRun) -> str:
 
 
 def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over the parameters that a token uses, and the names of the laws in it.
+    """Return a scatter plot of published runs, and the names of the laws that it shows.
 
-    Each law is a line with its name as a tooltip.
+    The x axis is the number of parameters that a token uses. Each law is a line with its name as a tooltip.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]

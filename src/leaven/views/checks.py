@@ -110,8 +110,9 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     if axis == "bookkeeping":
         return (
             "exponents with which the optimizer's settings change with the scale, computed without training. Each is "
-            "the worst over width, depth, width and depth together, batch and tokens; that of lr only over batch and "
-            "tokens. The correct exponent is usually 0; for lr, it is 0.5 over batch and -0.5 to 0 over tokens"
+            "the worst of five: over width, over depth, over both, over batch and over tokens. For lr, only batch "
+            "and tokens count. The correct exponent is usually 0; for lr, it is 0.5 over batch and -0.5 to 0 over "
+            "tokens"
         )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
     against = f" against {axis}" if check.check in SLOPES else ""

@@ -54,7 +54,8 @@ def headline(demo: DemoDocument) -> Iterator[str]:
     elif result.high < 0:
         yield f"{where} {-result.difference:.3f} nats HIGHER than with these values copied {ends}."
     else:
-        yield f"{where} within noise of that with these values copied: {result.difference:.3f} nats lower {ends}."
+        same = "within noise, the same as with these values copied"
+        yield f"{where}, {same}: {result.difference:.3f} nats lower {ends}."
     drawn = curves(demo)
     first = best(drawn["standard", base])
     copied, moved = (_change(first, best(drawn[rule, result.width]), demo.lrs) for rule in RULES)
@@ -130,8 +131,8 @@ def demo_plan(demo: DemoDocument, runs: int) -> Iterator[str]:
         f"hyperparameters of width {base} copied (rule {copied}), and with these moved by the rule {moved}"
     )
     yield (
-        f"2  train width {wider[-1]} with the best learning rate of width {base}, copied and moved, with "
-        f"{demo.seeds} seeds"
+        f"2  train width {wider[-1]} with the best learning rate of width {base}, once copied and once moved, with "
+        f"{demo.seeds} seeds each"
     )
     shorter = "; leaven demo --quick --run runs/quick takes about a third of the time" if demo.size == "full" else ""
     yield (

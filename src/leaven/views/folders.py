@@ -114,7 +114,7 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if no run, study, check or demo with results is there, or if a file is damaged.
+        InputError: if the folder has no results of a run, study, check or demo, or if a file is damaged.
     """
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
@@ -242,9 +242,9 @@ def read_check(folder: Path) -> CheckDocument:
 
 
 def _document(path: Path, kind: type[Kind], again: str = _AGAIN) -> Kind:
-    """Return the document in a file. Raise InputError if it cannot be read or shown in charts, or was changed.
+    """Return the document in a file. Raise InputError if the file is unreadable, was edited, or cannot be drawn.
 
-    ``again`` is the end of the message: how to get a good file.
+    ``again`` is the advice at the end of the message.
     """
     try:
         content = storage.read(path)

@@ -143,9 +143,9 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about ``fewest``: of all points as good as the best within noise, the one with fewest changes."""
+    """Return lines about ``fewest``, the point with the fewest changes that equals the best within the noise."""
     if fewest == state.octaves:
-        return [("fewest", "no trial with fewer changes is equal to the best within the noise")]
+        return [("fewest", "no trial with fewer changes is as good as the best, within the noise")]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
     far = sum(abs(x) for path, x in moved.items() if state.dimension(path).unit == "octave")
     changes = (

@@ -25,10 +25,10 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return the table line of the parameter ``name``. ``rows`` has one row for each layer.
+        """Return the table line of the parameter ``name``. ``rows`` has its values, one row for each layer.
 
-        The line has a cell for each quantity, such as lr: (range over the layers of the other recipe, range over the
-        layers of this recipe, reason). The first range is None if no other recipe has the parameter.
+        The line has a cell for each quantity, such as lr: (range over the layers of ``beside``, range over the layers
+        of ``recipe``, reason). The first range is None if ``beside`` is None or lacks the parameter.
         """
         first, base = rows[0], others.get(name, [])
         cells = [
@@ -101,7 +101,7 @@ def shade(factor: float, reach: int) -> str:
 def chips(reach: int) -> list[tuple[str, float]]:
     """Return the legend of :func:`shade` as pairs (colour, factor).
 
-    The factors are 1 and up to three powers of 2 above and below it, evenly spaced in octaves, within ``reach``.
+    The factors are 1 and up to three powers of 2 above and below it, evenly spaced, at most ``reach`` octaves from 1.
     """
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)

@@ -353,7 +353,7 @@ def test_truncated_initial_values(tiny: Recipe, tmp_path: Path, cut: float, std:
         block["feed_forward"]["w3"]["param_init"]["weight"] = weight
     found = imported(tmp_path, document)
     assert parameter_table(found.recipe)["layers.1.mlp.in.weight"].init_std == pytest.approx(std, rel=1e-3)
-    assert [line[:7] for line in found.unread] == ["the cut"] * (cut < 3)
+    assert [line[:9] for line in found.unread] == ["truncated"] * (cut < 3)
 
 
 def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> None:

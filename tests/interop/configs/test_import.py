@@ -136,7 +136,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--ffn-hidden-size $FFN", "$FFN, which is unknown until the script runs; write the number"),
         ("--save 'x", "leaven cannot read line 1 (unmatched ')"),
         ("--window-size 8", "--window-size 8: leaven supports only LEFT,0"),
-        ("--window-size 8,0 --window-attn-skip-freq 0", "leaven supports only windows in all layers but every N-th"),
+        ("--window-size 8,0 --window-attn-skip-freq 0", "all layers have a window except every N-th layer"),
         (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "or a pattern of 2 layers"),
         ("--num-layers 1000000000 --window-size 3,0", "--num-layers: leaven supports at most 2,000 layers"),
         (f"{EXPERTS} --num-layers 1000000000 --moe-layer-freq '([0]*1+[1]*999999)*1000'", "at most 2,000 layers"),
@@ -371,7 +371,7 @@ def test_round_trip_through_transformers(
     found = from_transformers.read(folder, "tiny")
     skip = {"schedule.min_lr_ratio"} if decay == "constant" else set()
     assert_same(recipe, found.recipe, skip)
-    line = "parameters.json: settings of single parameters and any schedule; leaven reads"
+    line = "parameters.json: settings of single parameters, and perhaps a schedule; leaven reads"
     assert f"{line} training_args.json instead" in found.unread
 
 
@@ -382,7 +382,7 @@ def test_files_with_other_values_beside_an_export_are_listed(tmp_path: Path) -> 
     assert [line.partition(":")[0] for line in found] == ["parameters.json", "automodel.yaml"]
     assert all(line.endswith("; leaven reads config.json instead") for line in found)
     flags = (tmp_path / "megatron-module/args.sh").read_text()
-    assert "the values of single parameters that leaven_table.py sets; the recipe has those of the flags" in (
+    assert "the values that leaven_table.py sets for single parameters; the recipe has the values of the flags" in (
         from_megatron.read(flags, "args.sh", "x").unread
     )
 

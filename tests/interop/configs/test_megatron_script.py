@@ -370,7 +370,7 @@ def test_a_list_of_arguments_is_not_read_as_a_shell_does() -> None:
         (f"date\nbash -c '\n\n}} {TRAIN}'", "line 2 (unexpected }"),
         (
             f"ARGS='{SHAPE}'\nsource env.sh\ntorchrun p.py ${{ARGS[@]}} $X",
-            "but $ARGS (line 2 may change it), $X is unk",
+            "may be in $ARGS (line 2 may change it), $X, which is unk",
         ),
         (f"{{ {TRAIN}; }} | tee log", IN_BLOCK),
         (f"ssh host '{TRAIN}'\ndate", NO_COMMAND),

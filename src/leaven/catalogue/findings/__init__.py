@@ -48,9 +48,9 @@ def findings(
         return _SEVERITIES.index(one.severity) if one else len(_SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggestion adds, or None if it must not be made. Notes are the mildest findings.
+        """Return how many notes (the mildest findings) a suggestion adds, or None if the suggestion is rejected.
 
-        It must not be made if the changed recipe is invalid, if the check ``name`` still has a finding, or if a
+        A suggestion is rejected if the changed recipe is invalid, if the check ``name`` still has a finding, or if a
         finding above a note is new or more severe than before.
         """
         try:
@@ -69,10 +69,10 @@ def findings(
 
 
 def combined(recipe: Recipe, found: Sequence[FindingRow]) -> Suggestion:
-    """Return the first suggestions of all findings above a note, merged. The earliest finding decides a value.
+    """Return the merged first suggestions of all findings that are more severe than a note.
 
-    If the merged changes do not make a valid recipe, return only those of the earliest finding. ``found`` begins with
-    the most severe finding.
+    ``found`` is sorted, the most severe finding first. If two findings suggest different values, the more severe one
+    decides. If the merged changes do not make a valid recipe, return only those of the most severe finding.
     """
     each = [one.mends[0] for one in found if one.severity != "note" and one.mends]
     changes = {path: value for suggestion in reversed(each) for path, value in suggestion.items()}
@@ -84,7 +84,7 @@ def combined(recipe: Recipe, found: Sequence[FindingRow]) -> Suggestion:
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return a check's finding, or None if it has none. It is not yet tested whether the suggested changes help."""
+    """Return a check's finding, or None if it has none. Its suggestions are not yet tested."""
     read = _read(check, case)
     if read is None:
         return None
@@ -139,7 +139,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with the values of the recipe in ``case``, or None if the check does not apply to it."""
+    """Return ``check``, filled in for the recipe of ``case``, or None if it does not apply to this recipe."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)

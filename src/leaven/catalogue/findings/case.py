@@ -102,7 +102,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe to check. Properties such as :attr:`size` have the published runs and laws for its size."""
+    """A recipe to check, with the published runs and laws for its size."""
 
     recipe: Recipe
     # Rows of its parameter table with AdamW, and of matrices that Muon updates: `leaven.scaling.table.adamw_rows`.
@@ -184,9 +184,9 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, or 0 if none is left.
+        """Return the median init std of the hidden weights, without the last matrix of each residual branch.
 
-        Weights with a std of 0, and the last matrix of each residual branch, are left out.
+        Weights with a std of 0 are left out. If there are no others, return 0.
         """
         stds: list[float] = [
             row.init_std
@@ -223,9 +223,8 @@ class Case:
         """Return {path: new value} for a hyperparameter, so that its median over the hidden weights is about
         ``wanted``.
 
-        ``to`` rounds the new value to two digits, for example ``math.ceil`` if the median must not be below
-        ``wanted``. For a beta, ``to`` is ignored: a beta below 0.9 is rounded to three digits, and for a higher beta,
-        1 - beta is rounded to three digits.
+        ``to`` rounds the new value to two digits: ``math.floor`` down, ``math.ceil`` up. It does not apply to betas:
+        a beta below 0.9 has three digits, and for others, 1 - beta has three digits.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
@@ -240,7 +239,7 @@ class Case:
         return {path: float(f"{to(round(exact / unit, 6)) * unit:.2g}")}
 
     def sequences(self, tokens: float) -> int:
-        """Return ``tokens`` rounded to whole sequences, at least one."""
+        """Return ``tokens`` rounded to a multiple of the sequence length, at least one sequence."""
         seq_len = self.recipe.model.seq_len
         return max(round(tokens / seq_len), 1) * seq_len
 

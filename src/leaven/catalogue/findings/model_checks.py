@@ -92,7 +92,8 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Add facts about the dropout of published runs. Return None if the run is known to exceed 1.5 epochs.
+    """Add facts about the dropout of published runs. Return None if the recipe is known to train for
+    more than 1.5 epochs.
 
     Dropout prevents memorising, which hardly happens within about one epoch.
     """
@@ -179,9 +180,9 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes``. Its runs become the published MoEs that have a value to compare.
+    """Return ``check`` with ``changes``. Set its ``runs`` to the published MoEs that have a value for it.
 
-    The lowest and the highest published value become the facts ``least`` and ``most``.
+    The lowest and the highest of these values become the facts ``least`` and ``most``.
     """
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]

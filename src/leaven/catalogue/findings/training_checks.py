@@ -39,7 +39,7 @@ def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs and their median.
 
     Published runs have one lr for all parameters. If the recipe has different lrs for the embedding and the hidden
-    weights, the check uses the number from the lowest to the highest of them that is nearest to the median.
+    weights, the check uses the number in the range of these lrs that is nearest to the median.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -85,8 +85,8 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 def z_loss(check: Check, case: Case) -> Check | None:
     """Report a recipe without a z-loss whose lr is over 1.5 times the highest lr of the near runs without a z-loss.
 
-    Return None if fewer than two near runs have no z-loss, or if no published run with a z-loss has at least half of
-    the recipe's lr.
+    This needs at least two such near runs, and a published run with a z-loss and at least half of the recipe's lr.
+    Otherwise, return None.
     """
 
     def has_z_loss(run: PublishedRun) -> bool:

@@ -33,10 +33,10 @@ class StarterBase:
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
-    """Return the base, at which the hyperparameters are set: a tuned base, a proxy worth tuning, or the target.
+    """Return the model for which the hyperparameters are set: a tuned base, a proxy worth tuning, or the target.
 
     ``at`` is the size of the target, and ``batch`` its batch in tokens. Raise InputError if ``--proxy`` is given
-    with ``--from``, or has an impossible size.
+    with ``--from``, or is an impossible size.
     """
     if at.reference:
         if request.proxy:
@@ -96,7 +96,7 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
     """Copy a tuned base's hyperparameters into the draft.
 
-    ``tokens`` is the length of the draft's run. The warm-up is the same share of this run as of the base's run.
+    ``tokens`` is the length of the draft's run. The warm-up is scaled to this length.
     """
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():

@@ -101,9 +101,9 @@ def batch_evidence(at: RunSize) -> Evidence:
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose the batch in tokens, add it to the draft, and return it.
 
-    If the reference run (``--from``) publishes a batch, use it, rounded to suit the GPUs. Otherwise use laws and
-    published runs; their batch is, if possible, at most the critical batch, and small enough for `LEAST_STEPS` steps.
-    Raise InputError if the run is too short for the reference run's batch.
+    If the reference run (``--from``) publishes a batch, use it, rounded to suit the GPUs. Otherwise use the batch
+    that laws and published runs suggest. If possible, lower it to the critical batch, and until the run has
+    `LEAST_STEPS` steps. Raise InputError if the run is too short for the reference run's batch.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)

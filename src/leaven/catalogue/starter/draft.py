@@ -51,7 +51,7 @@ class StarterRequest:
         if not LEAST_PARAMS <= self.params <= MOST_PARAMS:
             largest = max(run.params_total for run in load_runs() if run.kind == "dense")
             beyond = (
-                f"the largest published dense run has {format_quantity(largest)}"
+                f"the largest published dense model has {format_quantity(largest)} parameters"
                 if self.params > MOST_PARAMS
                 else "a smaller model is nearly all vocabulary"
             )
@@ -219,7 +219,7 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set the value at ``path``. Its reason is the template ``message``, by default the template ``path``,
+        """Set the value at ``path``, and its reason: the template named ``message`` (by default, named ``path``),
         filled in with ``facts``."""
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
@@ -228,8 +228,8 @@ class StarterDraft:
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
         """Set the value at ``path``, and add the step ``title`` (:meth:`step`) with the sources of ``evidence``.
 
-        The value's reason and the step's text are templates named ``message``, filled in with ``evidence`` and
-        ``facts``.
+        ``message`` names two templates: the value's reason and the step's text. Both are filled in with ``evidence``
+        and ``facts``.
         """
         self.uncertain[title] = {"spread": evidence.spread}
         self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)

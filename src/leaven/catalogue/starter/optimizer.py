@@ -15,8 +15,8 @@ LR_SIZE_EXPONENT = -1 / 3
 """A published lr is converted to another size by the factor (ratio of the parameter counts) ** this exponent.
 Published exponents: -0.32 in GPT-3, -0.33 in LLaMA, -0.36 in Porian's law."""
 MOST_BY_BATCH = 2.0
-"""Largest factor by which a published lr is changed for another batch. It is small because published batches at one
-size differ by up to a factor of 100."""
+"""A published lr is multiplied by sqrt(batch / published batch), limited to this factor up or down. Without the
+limit, the factor could reach 10: published batches at one size differ by up to a factor of 100."""
 LR_WIDENING = 2.0
 """Largest factor by which the lr may be outside the range of the published lrs, converted to this size and batch."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run

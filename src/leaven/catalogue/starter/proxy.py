@@ -22,14 +22,15 @@ SMALLEST = 50_000_000
 """Parameters of the smallest proxy with published evidence: values tuned at 50 M were used at 7.2 B, and the best lr
 at 58 M "costs a little" if used at 483 M (arXiv 2512.22382, read in notes about the paper)."""
 SAFE = 136_000_000
-"""Parameters of a model that had the same best lr as a model with 483 M (arXiv 2512.22382, read in the same notes).
-Larger proxies are not needed."""
+"""Parameters of a proxy that is large enough: a model of this size had the same best lr as one with 483 M
+(arXiv 2512.22382, read in notes about the paper)."""
 SMALL_FACTOR = 32
 """Largest ratio of target to proxy, in parameters, if fewer than `ENOUGH_LINEAGES` lineages (groups of published
-runs) are near the target's size. In leaven's own measurement, values per module tuned at 0.2 M parameters gained
-0.120 nats there, and 0.032 at 6.4 M (docs/log.md)."""
+runs) are near the target's size. In leaven's own measurement, tuning each module's values at 0.2 M parameters gained
+0.120 nats at 0.2 M and 0.032 nats at 6.4 M (docs/log.md)."""
 FARTHEST_PROXY = 100
-"""Largest ratio of target to proxy, both in parameters and in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
+"""Largest ratio of target to proxy, both in parameters and in tokens. In arXiv 2512.22382, the proxy has 1.6 B tokens
+and the target 155 B."""
 NARROWER, SHALLOWER = 16, 32
 """Largest ratios of target to proxy in width and in depth (arXiv 2512.22382, see scaling/tested_ranges.toml)."""
 THINNEST, WIDEST = 16.0, 125.0

@@ -33,14 +33,14 @@ FARTHEST = 0.05
 SHORT = 4_096
 """For sequences of up to this many tokens RoPE's default theta of 10,000 is used."""
 SMALL_ASPECT = 16.0
-"""Largest d_model / n_layers if no published run is near the size. Small models are better deep and narrow
+"""Largest d_model / n_layers if no published run is near the model's size. Small models are better deep and narrow
 (MobileLLM, arXiv 2402.14905, at 125 M and 350 M). The ratio of SmolLM-135M is 19."""
 RECENT = "2024"
 """Runs from this year on decide sequence length and grouped-query attention, which depend more on the year than on
 the size."""
 SEQUENCES_A_BATCH = 64
-"""Sequences are so short that a batch of the size predicted by scaling laws has about this many or more. The smaller
-batch of a proxy then still has several."""
+"""The sequence length is chosen so that a batch of the size predicted by scaling laws has at least about this many
+sequences. Then the smaller batch of a proxy still has several."""
 SHORTEST = 128
 """Tokens of the shortest sequence."""
 _DEEPEST = 200  # layers
@@ -67,7 +67,7 @@ class Proportions(NamedTuple):
     attention: Fraction = Fraction(1)  # (width of all heads together) / d
 
     def heads(self, d: int) -> dict[str, int | None]:
-        """Return the fields of a shape for d_model and the heads. d_model is ``d``, a multiple of :attr:`unit`."""
+        """Return the width and the head fields of a shape. d_model is ``d``, a multiple of :attr:`unit`."""
         together = int(d * self.attention)
         n_heads = together // self.d_head
         return {
@@ -182,8 +182,8 @@ def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
 def _widths(usual: float, proportions: Proportions) -> list[int]:
     """Return the widths to choose from: multiples of ``proportions.unit`` between 1/3 and 3 times ``usual``.
 
-    Only round multiples (``_ROUND``) and the width of the reference run are returned. If there are none, all
-    multiples are returned, or only the unit if there is no multiple.
+    Of these, keep only the round ones (``_ROUND``) and the width of the reference run, or all if this leaves none.
+    If no multiple is in this range, return the unit.
     """
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
@@ -257,10 +257,9 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 def _proportions(
     near: Neighbours, aspect: float, width: float, activation: str, experts: Mapping[str, Any] | None
 ) -> Proportions:
-    """Return ``aspect`` and the other proportions of the reference run.
+    """Return the proportions of the model: ``aspect``, and the others as in the reference run.
 
-    A proportion gets its usual value for ``width``, ``activation`` and the neighbours if there is no reference run or
-    the run does not publish the proportion.
+    If there is no reference run, or it does not publish a proportion, the proportion has its usual value.
     """
     run = near.reference
     arch = run.arch if run else PublishedArchitecture(source="none", confidence="file")
@@ -307,7 +306,7 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
     """Return the values that a run publishes for the fields of the model in `_CHOICES`, by field.
 
     If a value is not published, or leaven does not support it, the field has its value in `_STACK` or is left out.
-    Two exceptions: without a published QK-norm it is off, and an unsupported activation without a gate becomes gelu.
+    Two exceptions: an unpublished qk_norm is False, and an unsupported activation without a gate becomes gelu.
     """
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):

@@ -53,7 +53,7 @@ PROCESSOR_PARAMS = 20_000_000
 """Models of up to this many parameters get fp32, because they are often trained on CPUs, where bf16 is mostly
 slower."""
 HORIZON_OFF = 0.02
-"""A published length of the lr decay that differs from its run's length by more than this share is not rounding."""
+"""A published length of the lr decay counts as the length of the run if they differ by at most this share."""
 
 # Tables of a run's file whose values are in other tables of a recipe.
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")

@@ -73,11 +73,13 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the most common value of the hidden weights, not counting 0. If all are 0, it gets a
-        value above 0 of another parameter, or else 0. A module whose value in block 0 differs from the hyperparameter
+        A hyperparameter gets the most common nonzero value of the hidden weights. If all their values are 0, it gets
+        the first nonzero value of another parameter. A module whose value in block 0 differs from the hyperparameter
         gets a multiplier. If all initial stds match a published init, such as ``depth-scaled``, ``init`` gets its
-        name. ``init_why`` is the reason for initial values, and ``why`` the reason for all other values. Raise
-        InputError if a beta of a module differs from the hyperparameter, and one of the two is not between 0 and 1.
+        name. ``init_why`` is the reason for initial values, and ``why`` the reason for all other values.
+
+        Raise InputError if a module needs a multiplier of a beta, and its beta or the hyperparameter is not between 0
+        and 1.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -233,9 +235,9 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str) -> Any:
-        """Return the setting ``name`` as a recipe's value, translated by its ``values`` in :attr:`table`.
+        """Return the recipe's value for the setting ``name``, from ``table[name]["values"]``.
 
-        Raise InputError for a value without a translation.
+        Raise InputError for a value that is not listed there.
         """
         known = self.table[name]["values"]
         if isinstance(known, Mapping) and self[name] not in known:
@@ -245,8 +247,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        If a setting has a value that only the running script knows, the reason says so. Otherwise it names the given
-        settings, such as "--bf16", or, if none is given, the default of the first setting.
+        The reason names those of the settings that the user gave, such as "--bf16". If there are none, it names the
+        default of the first setting. If only the running script knows a value, it says so instead.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
@@ -255,7 +257,7 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def put(self, path: str, value: Any, *names: str) -> None:
-        """Set the recipe value at ``path``. The reason for it is :meth:`why` of the settings ``names``."""
+        """Set the recipe value at ``path``, with the reason that :meth:`why` returns for the settings ``names``."""
         self.draft.set(path, value, self.why(*names))
 
     def put_all(self) -> None:

@@ -219,7 +219,7 @@ def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Itera
 
 @cache
 def environment(kind: str) -> Environment:
-    """Return a Jinja environment. It prints expressions as literals of ``kind``, such as ".yaml", or as text."""
+    """Return a Jinja environment that prints values as literals of a file type ``kind``, such as ".yaml"."""
     scalars = {".json": _json, ".yaml": _yaml, ".py": _literal(str), ".sh": _literal(shlex.quote)}
     scalar: Callable[[Any], str] = scalars.get(kind, str)
     made = Environment(

@@ -46,13 +46,14 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     _list_ignored(given)
     if "leaven_table" in text:
         draft.unread.append(
-            "the values of single parameters that leaven_table.py sets; the recipe has those of the flags"
+            "the values that leaven_table.py sets for single parameters; the recipe has the values of the flags"
         )
     return draft.finish(name, shape)
 
 
 def _read_flags(text: str, draft: Draft) -> Settings:
-    """Return the known flags. Add unknown flags to ``draft.unread``, and unset variables to ``draft.unknown``."""
+    """Return the flags that leaven reads from a training script. Add other flags to ``draft.unread``, and values that
+    are unknown until the script runs to ``draft.unknown``."""
     origin = draft.origin
     flags = Settings(draft, origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
     parsed = parse_arguments(text, origin)
@@ -205,14 +206,15 @@ def _documents(given: Settings) -> None:
         given.put("data.documents", "isolated", *flags, "eod-mask-loss")
         if "eod-mask-loss" not in given:
             draft.unread.append(
-                "no --eod-mask-loss: with isolated documents leaven never trains the token after an end of text"
+                "no --eod-mask-loss: with isolated documents, leaven never counts the loss of the token after an end "
+                "of text"
             )
         return
     given.put("data.documents", "packed", *flags)
     draft.unread += [f"--{flag} alone: leaven supports {' and '.join(flags)} only together" for flag in alone]
     if "eod-mask-loss" in given:
         draft.unread.append(
-            "--eod-mask-loss: with packed documents leaven also trains the token after an end of text"
+            "--eod-mask-loss: with packed documents, leaven also counts the loss of the token after an end of text"
         )
 
 
@@ -234,8 +236,8 @@ def _window(given: Settings) -> None:
     with_window = "".join("0" if every and (layer + 1) % every == 0 else "1" for layer in range(layers))
     if skip and not number and pattern != with_window:
         raise InputError(
-            f"{given.origin}: --window-attn-skip-freq {skip}: leaven supports only windows in all layers but every "
-            f"N-th; write the number N, or a pattern of {layers} layers"
+            f"{given.origin}: --window-attn-skip-freq {skip}: in leaven, all layers have a window except every "
+            f"N-th layer; write the number N, or a pattern of {layers} layers"
         )
     if sides[1] == "-1" or every == 1:
         given.put("model.window", None, "window-size", "window-attn-skip-freq")

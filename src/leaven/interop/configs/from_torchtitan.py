@@ -83,7 +83,7 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
         if name in TABLE["keys"]:
             if name == "training.max_norm" and value == 0:
                 raise InputError(
-                    f"{draft.origin}: {name} 0 makes all gradients 0 in torchtitan; without clipping, it is inf"
+                    f"{draft.origin}: {name} 0 makes all gradients 0 in torchtitan; to turn clipping off, use inf"
                 )
             # without clipping, the limit is infinite in torchtitan and 0 in leaven
             number = 0.0 if name == "training.max_norm" and value == math.inf else value
@@ -102,7 +102,7 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
 def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of all values that are not objects.
 
-    The objects in a list, such as the blocks of a model, have the same keys, without a number.
+    Keys contain no list index: all objects in a list, such as the blocks of a model, have the same keys.
     """
     found: list[tuple[str, Any]] = list(document.items())
     for key, value in found:  # which grows
@@ -115,9 +115,9 @@ def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _changes_nothing(name: str, value: Any, usual: Mapping[str, Sequence[Any]]) -> bool:
-    """Return whether no value of a recipe follows from a key, or all that follow are read elsewhere.
+    """Return whether a key can be skipped: it has no effect on a recipe, or other code reads it.
 
-    ``usual`` has patterns of keys, and the values with which such a key changes nothing.
+    ``usual`` maps patterns of keys to the values with which these keys have no effect.
     """
     if any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in chain(*TABLE["ignored"].values())):
         return True
@@ -293,7 +293,7 @@ def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
         cut = _truncated(mean, std, stated.get("a", -2.0), stated.get("b", 2.0))
         if max(abs(cut[0] - mean), abs(cut[1] - std)) > 0.02 * std:  # a cut at 3 stds lowers the std by 1.3%
             place = re.sub(r"layers\.\d+\.", "", name)
-            line = f"the cut in the initial values of {place}: leaven draws normal values with the same mean and std"
+            line = f"truncated initial values of {place}: leaven draws normal values with the same mean and std"
             draft.unread += [line] * (line not in draft.unread)
             return cut
     if kind in {"normal_", "trunc_normal_"}:

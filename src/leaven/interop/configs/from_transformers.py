@@ -47,7 +47,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
     if architecture.factors(shape, model.config):
-        why = "leaven's models have none, so a new run has other initial values"
+        why = "leaven's models have no such factors, so a new run has other initial values"
         draft.unread.append(f"factors by which {architecture.name} multiplies the embedding or the logits: {why}")
     without = f"the bias on the logits that {architecture.name} also trains: leaven's models have none"
     draft.unread += [without] * architecture.logits_bias
@@ -58,7 +58,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     _training(draft, model, arguments_path, ranks)
     has = f"leaven reads {ARGUMENTS if arguments_path else CONFIG} instead"
     for file, values in (
-        ("parameters.json", "settings of single parameters and any schedule"),
+        ("parameters.json", "settings of single parameters, and perhaps a schedule"),
         ("automodel.yaml", "all settings of the training"),
     ):
         draft.unread += [f"{file}: {values}; {has}"] * (config_path.parent / file).exists()
@@ -91,7 +91,7 @@ def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None
         draft.set("layout.dp", exported, f"leaven.dp of {CONFIG}")
     elif by_trainer:
         draft.unknown.append(
-            "layout.dp: 1 is used, but the batch is proportional to it; give the number of processes with --ranks N"
+            "layout.dp: 1 is used, so the batch may be too small; give the number of processes with --ranks N"
         )
     ranks = draft.values.get("layout.dp", 1)
     if arguments_path is not None:
@@ -125,8 +125,8 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 def _paths(path: Path) -> tuple[Path, Path | None]:
     """Return the paths of config.json and training_args.json. The second is None if the file is missing.
 
-    ``path`` is one of these files or their folder. If it is config.json, it may have another name. Raise InputError
-    if ``path`` or config.json does not exist.
+    ``path`` is the folder, training_args.json, or config.json, which may have another name. Raise InputError if
+    ``path`` or config.json does not exist.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")

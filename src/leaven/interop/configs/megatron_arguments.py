@@ -1,8 +1,7 @@
 """Reads Megatron-LM's arguments from a list of arguments or a shell script.
 
-A text that begins with a flag is read as a list of arguments. Any other text is read as a script. If the script has
-only one line, it is also read as a list, and the reading that finds more flags is used. For example, the list is used
-for a line printed by ``echo`` with ``(`` or ``|`` in a value, and the script for ``bash -c "..."``.
+A text that begins with a flag is read as a list. Any other text is read as a script. A script of one line may be a
+printed command whose values have lost their quotes. So it is read in both ways, and the one with more flags counts.
 """
 
 import re

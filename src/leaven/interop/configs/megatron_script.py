@@ -274,7 +274,7 @@ class Script:
             )
         elif self._hidden:
             hidden = ", ".join(list(self._hidden)[:3])
-            what = f"no command has --num-layers, but {hidden} is unknown until the script runs"
+            what = f"no command has --num-layers; it may be in {hidden}, which is unknown until the script runs"
         else:
             raise InputError(
                 f"{self._origin}: no command has --num-layers (here-documents and commands after ssh or sbatch are "
@@ -384,8 +384,10 @@ class Script:
             self._hidden.update(dict.fromkeys(unknown))
 
     def _assign(self, assigned: re.Match[str], word: _Word, certain: bool) -> None:
-        """Set a variable. If the assignment may not run, or sets an array element, mark the variable as unknown or
-        extended instead."""
+        """Set a variable. Mark it as unknown instead if the assignment is not ``certain`` or sets an array element.
+
+        If an uncertain assignment keeps the old value, as in ``A="$A more"``, mark the variable as extended.
+        """
         name, index, append, first = assigned.groups()
         is_array, before = word.elements is not None, self._values.get(name)
         if not certain and not index:
@@ -408,7 +410,7 @@ class Script:
         (self._extended if _KEPT in found and not index else self._unknown).setdefault(name, self._line)
 
     def _change(self, words: list[_Word]) -> None:
-        """Mark the variables that ``words`` name as unknown. If a word begins with a variable, mark all variables."""
+        """Mark as unknown each variable named in ``words``, or all variables if a word begins with ``$NAME``."""
         for piece in (piece for word in words for piece in word.pieces):
             names = [name for found in _CHANGED.findall(piece.text) for name in found if name]
             if option := re.fullmatch(r"-(\w+)", piece.text):  # -vLR is -v LR
@@ -441,7 +443,7 @@ class Script:
         return found
 
     def _text(self, pieces: list[_Piece]) -> str:
-        """Return the text of a word. In contrast to :meth:`fields`, its values are not split at spaces."""
+        """Return the text of a word. Unlike :meth:`fields`, do not split values of variables at spaces."""
         text = "".join(" ".join(self._elements(piece)) for piece in pieces)
         self._charge(text)
         return text

@@ -97,7 +97,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
-    """Return those variables of Megatron's template that are the same for all candidates."""
+    """Return the variables of Megatron's template that are the same in every :class:`Candidate`."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
     # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
@@ -140,10 +140,10 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
+    """Yield two candidates for nanotron: one with the scaling method ``NUM_LAYERS``, and one with ``NONE``.
 
-    They differ in nanotron's scaling method. ``NUM_LAYERS`` divides the init std of the last matrix of each branch by
-    sqrt(2 n_layers). ``NONE`` does not.
+    ``NUM_LAYERS`` divides the init std of the last matrix of each branch by sqrt(2 n_layers). nanotron has one lr,
+    one pair of betas and one eps for all parameters.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -176,7 +176,7 @@ def _alike(
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for DeepSpeed. It has no settings of single parameters, because DeepSpeed has none."""
+    """Yield the only candidate for DeepSpeed. It has no settings per parameter, because DeepSpeed supports none."""
     yield Candidate({}, None, {"client_groups": len(optimizer_groups(run.table.rows))})
 
 
@@ -288,8 +288,8 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the configuration for NeMo Automodel. There is only one candidate.
 
-    It has factors on lr and weight decay for groups of parameters, given by patterns of their names. All parameters
-    get the same beta1, beta2 and eps, from the most frequent settings of hidden weights.
+    It has factors on lr and weight decay for groups of parameters. Patterns of parameter names define the groups.
+    All parameters get the same beta1, beta2 and eps: those of the most frequent settings of hidden weights.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")

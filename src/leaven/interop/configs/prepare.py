@@ -38,8 +38,7 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
             wanted[now] = wanted.pop(before)
     if unlike := named.keys() ^ wanted.keys():
         raise ValueError(
-            f"{path} belongs to another model: only one of the file and this model has "
-            f"{', '.join(sorted(unlike)[:3])}; "
+            f"{path} belongs to another model: the file or this model lacks {', '.join(sorted(unlike)[:3])}; "
             "use the file that was exported for this model"
         )
     groups: dict[str, dict[str, Any]] = {}

@@ -132,7 +132,7 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the loss and octaves (D,) of the point that is as good as ``point`` and differs least from the start.
+    """Return the point that is as good as ``point`` and differs least from the start, as (loss, octaves (D,)).
 
     The candidates are ``point``, the start, and points repeated with fresh seeds. The start and a repeated point need
     at least ``RERUNS`` losses, all finite. They are as good as ``point`` if both their mean loss and their predicted
@@ -175,7 +175,7 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
-        The result's ``floor`` is the noise between seeds. If it was measured with only a few repeats, a fit to the
+        ``floor`` is the noise between seeds. If it was measured with only a few repeats, a fit to the
         losses estimates it again. If this estimate is larger, ``floor`` is the geometric mean of the two values.
         Without repeats, ``floor`` is the estimate, or 0 if no fit is possible.
         """
@@ -241,7 +241,8 @@ class FittedTrials:
 
         The candidates are the points with a finite loss, ordered by measured loss. With ``by_surrogate``, they are
         ordered by predicted loss, without the start and with outliers last. Two points are then inserted after the
-        first: the minimum of the surrogate, and before it a point that changes fewer values and is about as good.
+        first: the minimum of the surrogate, and before it this minimum with some values reset to the start
+        (:func:`fewest_changes`).
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -381,7 +382,7 @@ class _LossesByPurpose:
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return points with all confirmation trials, in which they gain at most ``noise`` nats over the start."""
+        """Return the points whose complete confirmation trials gain at most ``noise`` nats over the start."""
         beside = [
             point
             for point, losses in self.confirming.items()

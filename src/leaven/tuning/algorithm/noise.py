@@ -38,9 +38,9 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
     A trial is (point, seed, loss). Trials with equal seeds share init, data order and a part of the noise. So with
     several seeds, the degrees of freedom are at most the number of seeds minus 1.
 
-    Near the divergence boundary, losses of one point vary too much. So with three or more repeated points, a point is
-    left out if its standard deviation is above ``WILD`` times the median standard deviation. But the points with the
-    most trials are kept if they have at least three trials.
+    With three or more repeated points, those with a standard deviation above ``WILD`` times the median are left out,
+    because losses vary much more near the divergence boundary. The points with the most trials are always kept if
+    they have at least three trials.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:

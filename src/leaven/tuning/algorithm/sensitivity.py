@@ -1,9 +1,9 @@
 """Compute how much each searched value adds to the gain of the best point, and the expected gain of more trials.
 
 The possible gain is the loss at the best point minus the lowest loss within ``TRUST`` steps of this point (see
-trust_region.py for steps): the median over quadratics drawn from the surrogate's posterior. With at most
-``DESIGNED`` searched values, this median is too high, because the prior has one typical curvature for all values.
-The gain from the second half of the trials is then its upper limit.
+trust_region.py for steps). It is estimated as the median over quadratics drawn from the surrogate's posterior. With
+at most ``DESIGNED`` searched values, the median is too high, because the prior has one typical curvature for all
+values. The estimate is then at most the gain from the second half of the trials.
 
 After n trials, the possible gain is about proportional to 1 / n. So n more trials are expected to gain half of
 it. docs/concepts/search.md says how accurate this is.
@@ -141,11 +141,11 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the indices of the two numeric values whose change brings the largest gain.
+    """Return (i, j, share): the indices of the two numeric values whose change from the start gains most.
 
-    Gains are predicted by ``now``, for a change from the start. Each value stays within its range in ``points``
-    (n, D). ``share`` is the gain of the pair / the gain of moving all numeric values to ``best`` (D,), at most 1.
-    Return None if there are too few numeric values or trials, or if the second gain is at most ``noise``.
+    ``now`` predicts the gains. Each value stays within its range in ``points`` (n, D). ``share`` is the gain of the
+    pair / the gain of moving all numeric values to ``best`` (D,), at most 1. Return None if there are too few numeric
+    values or trials, or if moving all to ``best`` gains at most ``noise``.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

@@ -263,8 +263,8 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior that expects the optimum at ``centre`` +- ``width``. Both are distances from the start point
-    in steps (see the top of this file), (D,)."""
+    """Return the prior that expects the optimum ``centre`` +- ``width`` steps from the start point, both (D,).
+    The top of this file explains steps."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre

@@ -87,7 +87,7 @@ class Axes:
     - ``params`` (Optuna's word), in stores and objectives: a dict by name. ``tuning/point.py`` explains the
       numbers.
     - ``octaves``, in the search algorithm: an array (D,) of distances from the start, in the order of the names.
-      The distance of a choice is the difference of indices, modulo the number of levels.
+      For a choice, the distance is a difference of level indices, modulo the number of levels.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
@@ -222,7 +222,7 @@ class Features:
 
     @cached_property
     def level(self) -> NDArray[np.int_]:
-        """For each of the F columns, the level of the choice that it stands for, or 0 if it is of a number."""
+        """For each of the F columns, the level of a choice that it stands for; 0 for the column of a number."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
@@ -314,8 +314,8 @@ class Region:
         return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return, for each choice (a categorical value), the level with the lowest loss by ``quadratic``, as an array
-        (D,) with 0 for numbers.
+        """Return the level of each choice (categorical value) at which ``quadratic`` is lowest, (D,). It is 0 on a
+        numeric axis.
 
         With ``unseen_first``, prefer levels that no trial has used.
         """
@@ -332,8 +332,8 @@ class Region:
     def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
         """Return the columns (F,) (:class:`Features`) of the point at which ``quadratic`` is lowest.
 
-        Its choices are those of the point ``levels`` (D,). Its numbers are in the box of the trust region, and within
-        ``reach`` steps of the point ``around`` (D,).
+        Only points with the choices of ``levels`` (D,) are considered. Their numbers are in the box of the trust
+        region, and within ``reach`` steps of the point ``around`` (D,).
         """
         number = self.features.level == 0
         here, fixed = self.features.of(around), self.features.of(levels)
@@ -344,8 +344,8 @@ class Region:
     def _within(self, wanted: Array) -> Array:
         """Return the point (D,) for the columns ``wanted`` (F,) of :class:`Features`, limited to the region's box.
 
-        If divergence is likely there, the values that raise the risk change: numbers move towards the values of the
-        incumbent (the best point so far), and choices become those of the incumbent.
+        If divergence is likely there, change the values that raise the risk: move numbers towards the values of the
+        incumbent (the best point so far), and replace choices by those of the incumbent.
         """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)

@@ -166,8 +166,8 @@ class CommandTrainer:
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
         """Check the folder for the output of a trial's command, before the command starts.
 
-        If it exists and this is no ``retry``, rename it: its trial is not in the store (an Optuna storage). If it is
-        gone and this is a ``retry``, tell the user, or raise InputError if the disk seems unmounted.
+        Without ``retry``, rename a folder that already exists: the store (an Optuna storage) does not have its trial.
+        With ``retry``, if the folder is gone, tell the user, or raise InputError if the disk seems unmounted.
         """
         made_before = self.folder.exists()
         make_folder(self.folder)
@@ -275,11 +275,11 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return the losses of a command, and the end of its output ("" without a pattern that shows a divergence).
+        """Return the losses of a command, and the last part of its output ("" if the command has no ``diverged``).
 
-        ``complete`` says whether the command has ended. If its files cannot be read before the end, return ((), "").
-        After the end, wait for them. Raise StoreGone after `AWAY_SECONDS` of waiting, and TrialReleased if the search
-        is stopped meanwhile.
+        ``complete`` says whether the command has ended. If its files cannot be read, return ((), "") while it runs,
+        but wait for them if it has ended. Raise StoreGone after `AWAY_SECONDS` of waiting, and TrialReleased if the
+        search is stopped meanwhile.
         """
         command, began, warned = self.command, time.monotonic(), False
         while True:

@@ -94,8 +94,7 @@ class Leases:
     def dead(self, owners: set[str]) -> set[str]:
         """Return those commands of ``owners`` that have ended, or that sent no heartbeat for ``lease_seconds``.
 
-        Call this at least four times in ``lease_seconds``. A longer time between two calls counts only as a quarter
-        of ``lease_seconds``.
+        Call this at least four times in ``lease_seconds``; with fewer calls, missing heartbeats are noticed later.
         """
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.

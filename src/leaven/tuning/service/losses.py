@@ -92,8 +92,8 @@ def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> L
     """Yield (step, loss) in the order in which the losses were written.
 
     Raises:
-        InputError: if a step or loss is invalid, or if ``complete`` and the last loss cannot be read. It may be the
-            NaN of a diverged run, so an earlier loss is not used instead.
+        InputError: if a step or loss is invalid, or if ``complete`` and the last loss cannot be read, because an
+            unreadable loss may be the NaN of a diverged run.
     """
     if source.pattern is not None:
         return _of_text(source, where, complete)
@@ -120,9 +120,9 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
         line = text[text.rfind("\n", 0, wrong.start("loss")) + 1 :].partition("\n")[0].strip()
         raise InputError(
             f"{file}: {'the last' if wrong is unread else 'a'} loss is {wrong['loss'][:60] or 'empty'}, which is not "
-            f"a complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan, or "
-            "change loss.pattern so that no other line matches: write the text directly before the number (not .*), "
-            "and the text directly after it, as in {loss}nats"
+            f"a complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan, or let "
+            "loss.pattern match only losses: with the text directly before the number (not .*) and the text directly "
+            "after it, as in {loss}nats"
         )
 
 
@@ -213,9 +213,9 @@ def _rows(source: LossSource, where: Path, complete: bool = False, resumed: bool
 def _event_folders(source: LossSource, where: Path, complete: bool) -> list[list[EventFile]]:
     """Return the TensorBoard event files with losses, one list per folder, in order of the folders' first losses.
 
-    With ``complete``, raise InputError if the folders may hold several curves, such as training and validation. They
-    hold one curve, written by successive attempts, if their times do not overlap and the last folder reaches the
-    highest step. If another folder reaches the same step, the last folder must begin at a later step.
+    With ``complete``, raise InputError unless the folders hold one curve, written by successive attempts of a run.
+    Then their times do not overlap, and the last folder has the highest last step. If several have this last step,
+    the last folder also has the highest first step of them.
     """
     folders = dict[Path, list[EventFile]]()
     for file in read_event_files(where.rglob(f"*{EVENTS}*"), str(source.key)):
@@ -236,8 +236,8 @@ def _event_folders(source: LossSource, where: Path, complete: bool) -> list[list
         names = " and ".join(sorted(map(str, folders)))
         raise InputError(
             f"{names} have {source.key}, but are not successive attempts of one run; "
-            "let the command use one fixed log folder under {out}, and set loss.tensorboard to it, or let it log the "
-            "loss of the trial under a name of its own"
+            "let the command use one fixed log folder under {out}, and set loss.tensorboard to it, or log the loss "
+            "of the trial under a name that no other curve has"
         )
     return [files for _, files in found]
 

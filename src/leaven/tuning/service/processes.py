@@ -109,8 +109,8 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
     """Return the processes of the commands with the process ids ``leaders``. A process may appear several times.
 
-    A process belongs to a command if it is the leader, is in the leader's session, has the leader's ``MARK`` in its
-    environment, or descends from such a process.
+    These are the processes with these ids, the processes in their sessions, the processes whose environment variable
+    ``MARK`` is ``token.pid`` with one of these ids, and all descendants.
     """
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():

@@ -116,11 +116,11 @@ def stack_size(
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:
-        why = f"several trials at once were measured only up to {STACKED_FLOPS:.2g} FLOPs a step"
+        why = f"several trials at once are known to be faster only up to {STACKED_FLOPS:.2g} FLOPs a step"
     if why is not None or trials is None:
         return 1, why or "the number of trials is unknown; give --trials, or --stack"
     if (share := trials // (LEAST_ROUNDS * gpus)) < 2:
-        return 1, f"{trials} trials are too few for a stack"
+        return 1, f"{trials} trials are too few to train several at once"
     if (fitting := most_trials(recipe, free())) < 2:
         return 1, "two trials do not fit into half of the free memory"
     if fitting < share:
@@ -213,7 +213,7 @@ class TrialTrainer:
         """Return the checkpoint folder of this attempt: the renamed folder of the last attempt, or a new folder.
 
         Each attempt has its own folder name, because a killed worker of the last attempt may still write for half a
-        second. With ``stack`` = 1, a note tells the user if a retried trial begins again because it has no folder.
+        second.
         """
         folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         with suppress(OSError):  # another attempt has moved it
@@ -295,8 +295,8 @@ class Study(BaseStudy):
     def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
         if self.space.recipe.average is not None:
             self._note(
-                "caution: trials are compared by the loss of their weights, without the average of [average]; with "
-                "averaged weights, other values may be best"
+                "caution: trials are compared by the loss of their weights, not of the averaged weights ([average]); "
+                "other values may be best for averaged weights"
             )
         return TrialTrainer(
             self.space,

@@ -266,8 +266,8 @@ class SearchPlan:
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, *, last: bool) -> Params | None:
         """Return the point of the next trial, or None if all points of a finite space have been run.
 
-        ``turn`` is the number of the trial, which seeds the random choices. ``last``: whether no other trial of the
-        search fits into the budget. Then the point with the lowest predicted loss is returned.
+        ``turn`` is the number of the trial, which seeds the random choices. If this is the ``last`` trial of the
+        search, return the point with the lowest predicted loss.
         """
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
@@ -302,10 +302,7 @@ class SearchPlan:
         return FittedTrials.of(trials, self.axes, self.noise)
 
     def _room(self, trials: Sequence[StoredTrial], now: float) -> float:
-        """Return how many more trials fit into the budget, without the trials that are reserved for the end.
-
-        The number need not be whole.
-        """
+        """Return the number of trials left in the budget, minus those reserved for the end. It may be a fraction."""
         reserved = self.budget.reserved(trials, now) if self._needs_final_trials(trials) else 0
         return self.budget.left(trials, now) - reserved
 
@@ -386,10 +383,10 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the curve and loss of the best completed trial, or None if no new trial at ``point`` may be pruned.
+        """Return what pruning compares a new trial at ``point`` with, or None if this trial must not be pruned.
 
-        Pruning compares the new trial with this curve and loss. Trials that differ from ``point`` in a choice, such
-        as the schedule, are left out, because choices change the curve.
+        This is the best completed trial with the same categorical values, such as the schedule, because these values
+        change the curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)
@@ -413,8 +410,8 @@ class SearchPlan:
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
         """Return whether a search ended because its last rounds gained less than the noise.
 
-        This is true if it left untried points, and enough budget for a trial besides the final trials. Do not call
-        this for a search that the user stopped.
+        A search that ended for another reason has no untried points, or no budget for another trial before the final
+        trials. Do not call this for a search that the user stopped.
         """
         # A plan without a cache, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
@@ -440,7 +437,7 @@ def _ended(trials: Sequence[StoredTrial]) -> int:
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:
-    """Return the start and the points that the search proposed: those of all trials with seed 0, in any state."""
+    """Return the points of all trials with seed 0, in any state: the start, and those that the search proposed."""
     return [trial.params for trial in trials if trial.seed == 0]
 
 

@@ -77,8 +77,10 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. The inherited fields describe its last attempt, but ``values`` is
-    empty."""
+    """A trial of a search, read from the store. The inherited fields describe the trial's last attempt.
+
+    ``values`` is empty; :meth:`document` fills it in.
+    """
 
     params: Params  # log2 multipliers of the searched values; whole numbers are rounded first
     origin: int  # number of the first attempt
@@ -209,7 +211,7 @@ class StoredStudy:
         Return the number of these trials. This only adds entries to the store; the attempts start later.
 
         Args:
-            numbers: the last attempt of each trial, by its number in the store.
+            numbers: the number in the store of each trial's last attempt.
             owner: the id of this command, which the entry records.
         """
         log = self.read()
@@ -382,9 +384,9 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
-    """Return whether ``attempt`` cannot be a later state of ``before``, which had the same number in an earlier read.
+    """Return whether ``attempt`` has replaced ``before``, which an earlier read found under the same number.
 
-    It cannot be if its owner, job or time of start differs, or if it has not ended although ``before`` had.
+    It has if the owner, job or time of start differs, or if ``before`` had ended and ``attempt`` has not.
     """
     earlier = before.state.is_finished() and not attempt.state.is_finished()
     return earlier or any(attempt.user_attrs.get(key) != before.user_attrs.get(key) for key in (OWNER, JOB, BEGAN))

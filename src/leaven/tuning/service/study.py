@@ -13,10 +13,10 @@ point with one seed. If the process of a trial dies, the trial gets another atte
    refused (``study_settings.py``).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
    trials. The loop asks a :class:`SearchPlan` (**search_plan.py**) for the next trial: first the start (the point of
-   the recipe itself), then new points, then some of the best points again. ``algorithm/trust_region.py`` proposes the
+   the recipe itself), then new points, then some of the best points again. **algorithm/trust_region.py** proposes the
    new points, from a model of the loss fitted to the trials so far (``algorithm/surrogate.py``). You can read these
    two files on their own. The loop creates the trial in the store, and records its outcome there
-   (**stored_study.py**). It also takes over the trials of commands that have died.
+   (``stored_study.py``). It also takes over the trials of commands that have died.
 3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
    in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
    recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). A single

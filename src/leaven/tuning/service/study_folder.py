@@ -147,7 +147,7 @@ class StudyFolder:
             raise InputError(
                 f"{file} has the loss {saved[others[0]]} for trial {others[0]}, but {self.study} has "
                 f"{losses[others[0]]}, as if one of them is from a copy of the study; give the store that belongs to "
-                "this folder, restore study.json or the store if it was replaced, or use another folder"
+                "this folder; if study.json or the store was replaced, restore it; or use another folder"
             )
 
     def require_own(self, stored_id: str) -> None:
@@ -161,8 +161,8 @@ class StudyFolder:
         if saved_id and stored_id != saved_id:
             raise InputError(
                 f"{self.path / 'study.json'} belongs to the study {saved_id}, but {self.study} contains the study "
-                f"{stored_id}; give the store that belongs to this folder, restore study.json or the store if it was "
-                "replaced, or use another folder"
+                f"{stored_id}; give the store that belongs to this folder; if study.json or the store was replaced, "
+                "restore it; or use another folder"
             )
 
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
@@ -185,8 +185,8 @@ def write_results(
     """Write study.json and return its content. Write the best point to best.toml. If another point with fewer
     changes to the start is as good, write it to fewest.toml; otherwise remove fewest.toml.
 
-    A file that the user has edited is never overwritten or removed. It stays if its point would be the same as
-    before. If the point is another one, the edited file is renamed, and a new file is written.
+    A file that the user has edited is never overwritten or removed. If its point has changed since the last call,
+    the edited file is renamed and a new file is written. Otherwise, the edited file stays.
 
     Args:
         note: receives a line for the user if an edited file stays or is renamed.
@@ -246,7 +246,7 @@ def _saved(out: Path) -> dict[str, Any]:
 
 
 def _digest_on_disk(path: Path) -> str | None:
-    """Return a file's digest, None if there is no file, or "unknown" for a link and a file that cannot be read."""
+    """Return a file's digest, None if there is no file, or "unknown" for a link or an unreadable file."""
     try:
         return "unknown" if path.is_symlink() else digest(read(path))
     except FileNotFoundError:
@@ -274,7 +274,7 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
     if state.informed:
         parts += ["the search used what laws or an earlier study said"]
     if fewest:
-        parts += ["of the points equal to the best within the noise, the one with the fewest changes"]
+        parts += ["the point with the fewest changes whose loss equals the best loss within the noise"]
     if not point[path]:
         parts += ["as at the start"]
     elif fewest:
@@ -285,8 +285,7 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
         ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
         if numbers := sorted(end for end in ends if not isinstance(end, str | bool)):
             parts += [
-                "the loss is equal within the noise between "
-                f"{format_number(numbers[0])} and {format_number(numbers[1])}"
+                f"from {format_number(numbers[0])} to {format_number(numbers[1])}, the loss is equal within the noise"
             ]
         doubt = "" if each.worth else ", not known to be more than the noise"
         parts += [

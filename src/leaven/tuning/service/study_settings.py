@@ -1,7 +1,7 @@
 """Create a study in a store with the settings of this command, or join an existing study with equal settings.
 
 A command is one running search. The settings are for example recipe, space and method. A command with other settings
-is refused, because its trials could not be compared. If both have prior knowledge, that of the study is used.
+is refused, because its trials could not be compared. The prior knowledge of an existing study replaces the command's.
 """
 
 import time
@@ -56,8 +56,8 @@ def join_study(
         recipe, shared: the recipe and further settings that all commands on the study must share.
 
     Raises:
-        InputError: if the study was created by another program, with other settings or without this command's
-            prior knowledge, or if its stored settings were changed or damaged.
+        InputError: if another program or an older version created the study, if the study has other settings or
+            lacks a kind of prior knowledge that ``axes`` has, or if its stored settings were changed or damaged.
     """
     here: dict[str, Any] = {
         "method": method,
@@ -123,7 +123,7 @@ def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
     found = study.user_attrs[ABOUT]
     if not isinstance(found, dict) or found.pop(DIGEST, None) != digest_of_json(found):
         raise InputError(
-            f"the settings of {what} were changed in its store, or an older version wrote them; {RESTORE}"
+            f"{what}: the stored settings were changed, or an older version of leaven wrote them; {RESTORE}"
         )
     return found
 

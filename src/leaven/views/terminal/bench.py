@@ -40,8 +40,9 @@ def bench_screen(bench: BenchDocument, seq_len: int) -> Iterator[RenderableType]
     if bench.choose is not None:
         start, largest = bench.choose.ramp_start, max(size for size in fastest if size != bench.unfinished)
         ramp = (
-            f"start at {start.batch_tokens:,} tokens ({start.global_batch} sequences): {start.share_of_peak:.0%} of "
-            f"full speed with micro-batch {start.micro_batch}, the smallest batch above {bench.choose.share:.0%}"
+            f"start at {start.batch_tokens:,} tokens ({start.global_batch} sequences), the smallest batch with at "
+            f"least {bench.choose.share:.0%} of full speed: {start.share_of_peak:.0%} with micro-batch "
+            f"{start.micro_batch}"
         )
         fastest_size = f"{bench.choose.micro_batch} is fastest at a batch of {largest} sequences"
         facts += [("micro-batch", fastest_size), ("ramp", ramp)]
@@ -60,9 +61,9 @@ def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
     fit, ahead = ramp.noise, tokens / ramp.noise.to_tokens
     first = fit.last * (fit.from_tokens / fit.to_tokens) ** fit.exponent
     noise = [
-        f"{format_quantity(first)} tokens at {format_quantity(fit.from_tokens)}, {format_quantity(fit.last)} at "
-        f"{format_quantity(fit.to_tokens)}: tokens^{fit.exponent:.2f}, fitted to {fit.points} measurements (typical "
-        f"error: factor {fit.scatter:.2f})"
+        f"{format_quantity(first)} tokens after {format_quantity(fit.from_tokens)} tokens of training, "
+        f"{format_quantity(fit.last)} after {format_quantity(fit.to_tokens)}: a power law with exponent "
+        f"{fit.exponent:.2f}, fitted to {fit.points} measurements (typical error: factor {fit.scatter:.2f})"
     ]
     if ahead > 1:
         noise.append(f"this run has {ahead:.3g} times as many tokens as were measured; later values are extrapolated")

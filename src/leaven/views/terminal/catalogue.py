@@ -86,7 +86,7 @@ def nearest_screen(
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
     """Yield the values in which two runs or recipes differ.
 
-    Values that only a recipe, or only a published run, can have come last.
+    If a recipe is compared with a published run, a second table has the values that only one of them can have.
     """
     columns = (
         Column("value", lambda row: row.path, align="left"),
@@ -100,10 +100,10 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
     if both:
         yield Table.of(columns, both)
     if alone:
-        yield "\nvalues that only one side can have"
+        yield "\nvalues that only a recipe, or only a published run, can have"
         yield Table.of(columns, alone)
     if any(isinstance(row, RecipeDifference) for row in rows):
-        note = "lr, init std, decay, betas and eps of a recipe: median of its hidden weights, scaled by its rule"
+        note = "a recipe's lr, init std, decay, betas and eps: medians over the hidden weights after its scaling rule"
         yield Text(note, style="dim")
 
 

@@ -21,7 +21,8 @@ _MOST = 4  # largest number of run ids in a line; --json has all of them
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[RenderableType]:
     """Yield a title, the findings and the conclusion. ``width`` is the width of the terminal in characters.
 
-    ``chosen`` has the paths of values that the recipe explains. Notes about these values suggest no change.
+    ``chosen`` has the paths of values whose reason is in the recipe's [why]. Notes about these values suggest no
+    change.
     """
     size, tokens = format_parameters(check.params, check.params_active), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size}, {tokens} tokens; values after applying the scaling rule")
@@ -73,8 +74,8 @@ def _evidence(one: FindingRow) -> Iterator[str]:
     if one.alike:
         helped = {"succeeded-with-interventions": "succeeded, with interventions"}
         ends = sorted({helped.get(find_run(id).status, "succeeded") for id in one.alike})
-        alike = "similar in size, lr, batch, norms and optimizer"
-        yield f"{_ids(one.alike)}, {alike}, did the same and {' or '.join(ends)}"
+        alike = "runs of similar size, lr, batch, norms and optimizer"
+        yield f"{alike} that did the same and {' or '.join(ends)}: {_ids(one.alike)}"
     elif one.did_so:
         yield f"runs that did the same with another size, lr, batch, norms or optimizer: {_ids(one.did_so)}"
 

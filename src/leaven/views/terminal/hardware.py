@@ -19,8 +19,8 @@ def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableT
     def column(
         header: str, group: str, number: Callable[[AcceleratorRow], float | None], unit: str = "", drop: int = 0
     ) -> Column:
-        """Return a column of numbers. ``group`` is the group of their sources, such as "peak". A number is marked if
-        one of these sources is unverified."""
+        """Return a column of numbers. A number is marked if one of its row's sources in ``group``, such as "peak",
+        is unverified."""
 
         def cell(row: AcceleratorRow) -> str:
             value = number(row)

@@ -138,22 +138,22 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Return lines about a batch size. They compare it with the batch sizes of the laws. They also give its cost in
-    tokens and steps, and the rules for adapting the lr."""
+    """Return lines about a batch size: its ratios to the laws' batch sizes, its tokens and steps relative to the
+    fewest possible, and the rules for adapting the lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
     critical = critical_batch(laws)
     more, longer = tokens_over_least(batch_tokens, critical), steps_over_least(batch_tokens, critical)
     cost = (
-        f"{more:.2f}x the fewest possible tokens, if the critical batch is {format_quantity(critical)} (the median)",
+        f"{more:.2f}x the fewest possible tokens if the critical batch is {format_quantity(critical)} (laws' median)",
         f"{longer:.2f}x the fewest possible steps (McCandlish 2018)",
     )
     rules = (
         "sqrt: Adam below the critical batch",
         "linear: SGD below the critical batch; AdamW if weight decay and batch / (lr x decay x tokens) stay constant",
         f"surge: the lr peaks at a batch of {format_quantity(critical)} and falls above",
-        "above the critical batch, no rule is valid: the best lr is about constant",
+        "far above the critical batch, no rule holds: the best lr hardly changes",
     )
     return Facts(*((f"{kind} batch", parts) for kind, parts in multiples.items()), ("cost", cost), ("rules", rules))
 
@@ -181,7 +181,7 @@ def _spreads(
     smaller = [law.law for law in laws if law.params_definition == "non-embedding"]
     head = [law.law for law in laws if law.params_definition == "without input embedding"]
     smaller_n = f"{format_quantity(counted)} without embeddings{missing}, in these laws: {', '.join(smaller)}"
-    head_n = f"{format_quantity(params)} without the input embedding (all parameters are used instead)"
+    head_n = f"{format_quantity(params)} (all parameters; the number without the input embedding is unknown)"
     head_n += f", in these laws: {', '.join(head)}"
     compute_optimal = f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"
     return Facts(

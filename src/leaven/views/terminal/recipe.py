@@ -94,7 +94,7 @@ _SHARED = {
 }
 _LETTERS = (
     "ratios target / base",
-    "I, O fan in and fan out of the tensor (both equal m_N if all widths grow together)",
+    "I, O fan in and fan out of the tensor (the papers scale all widths by one ratio, m_N)",
     "H head dimension",
     "L depth",
     "B batch",
