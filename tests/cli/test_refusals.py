@@ -123,6 +123,7 @@ REFUSED = {
     "bench tiny.toml --micro-batch 16": "--micro-batch 1",
     "bench tiny.toml --noise-from absent": "metrics.jsonl",
     "bench tiny.toml --noise-from absent --micro-batch 2": "--noise-from cannot be combined with --micro-batch",
+    "check memory tiny.toml --rank 0 --all-stages": "--all-stages cannot be combined with --rank",
     "show tiny.toml --rule mup": "--rule cannot be combined with RECIPE; leave one of them out",
     "bench tiny.toml --noise-multiple 2": "(without --noise-from) cannot be combined with --noise-multiple; leave",
     "tune tiny.toml --study tiny.toml": "a file",

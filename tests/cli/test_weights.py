@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -120,6 +121,9 @@ def test_sample_continues_a_text(leaven: Verb, scaled_run: Path) -> None:
     code, said, _ = leaven(*asked)
     assert code == 0
     assert all(f"def fun{each['text']}\n" in said for each in printed["samples"])
+    code, _, err = leaven("sample", scaled_run, "def fun " * 99, "--max-tokens", "1")
+    assert code == 0
+    assert re.search(r"TEXT has \d+ tokens, and the model uses only the last 32", err)
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:

@@ -154,6 +154,8 @@ def test_files_of_the_split_that_are_missing_by_the_names_of_others_are_named(tm
         (note,) = notes(options)
         assert f"some are missing, such as {folder}/train-00001-of-00003.jsonl; if a" in note
     assert notes("?split=test") == ()
+    with pytest.raises(InputError, match="has an option twice; give it once, such as split=train.extra"):
+        notes("?split=train&split=test")
     (folder / "train-00001-of-00003.jsonl").write_text(json.dumps({"text": "a text"}))
     assert notes() == ()
     chosen = "configs:\n- config_name: default\n  data_files: train-0000[02]-*.jsonl\n"

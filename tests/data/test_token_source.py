@@ -536,6 +536,15 @@ def test_masks_of_another_kind(name: str, tmp_path: Path, prepare: Any) -> None:
     assert len(prepare(f"hf://{tmp_path}/ok").train) == 38
 
 
+def test_columns_that_choose_tokens_to_train_on_are_named(tmp_path: Path, prepare: Any) -> None:
+    import datasets
+
+    masked = {"input_ids": [[5, 6]] * 20, "labels": [[-100, 6]] * 20, "loss_mask": [[0, 1]] * 20}
+    datasets.Dataset.from_dict(masked).save_to_disk(tmp_path / "masked")
+    (note,) = prepare(f"hf://{tmp_path}/masked").notes
+    assert note.endswith("columns not read: labels and loss_mask; all tokens are trained")
+
+
 def test_an_arrow_file_that_is_truncated_while_it_is_read_gives_one_line(tmp_path: Path, prepare: Any) -> None:
     import datasets
 

@@ -207,3 +207,18 @@ def test_a_recipe_of_a_run_whose_values_a_rewind_changed(tiny: Recipe) -> None:
     (one,) = rewound(tiny.replace({"why": why}))
     assert "other values of hyperparameters.lr until --rewind-to changed them" in one.message
     assert [each.about for each in warnings(tiny.replace({"why": why}))] == ["rewound"]
+
+
+def test_values_of_a_target_that_a_study_cannot_have_searched_are_named(tiny: Recipe) -> None:
+    """A search moves only the limit of clipping, and never chooses or leaves Muon."""
+    why = {f"hyperparameters.{name}": "study tiny, trial 3" for name in ("grad_clip", "optimizer")}
+    tuned = tiny.replace({"why": why, "scaling.base": tiny.base.model_dump()})
+    muon = {"hyperparameters.optimizer": "muon", "hyperparameters.muon": {"lr": 0.03}}
+    for changes, named in (
+        ({"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.3}}, "hyperparameters.grad_clip"),
+        (muon, "hyperparameters.optimizer muon by adamw"),
+        ({"hyperparameters.grad_clip": 0.3, "hyperparameters.optimizer": "adam"}, None),
+    ):
+        target = tiny.replace(changes)
+        found = [each.message for each in replaced(target, tuned, transfer_like(tuned, target))]
+        assert (named in found[0]) if named else found == []

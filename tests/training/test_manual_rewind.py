@@ -155,6 +155,8 @@ def test_a_rewind_names_the_values_that_it_changes(run: RunFolder) -> None:
             )
         told = "hyperparameters.lr was 0.002, is now 0.01" if back else "hyperparameters.lr was 0.01, is now 0.002"
         assert any(told in str(each.message) for each in seen)
+        skips = f"the rewind skips {STEP:,} tokens of the text (whole sequences)"
+        assert any(skips in str(each.message) for each in seen) == back
 
 
 def test_a_rewind_takes_back_what_later_rewinds_skipped(run: RunFolder) -> None:

@@ -257,7 +257,7 @@ def test_a_centre_with_which_the_study_did_not_begin_is_refused(folder: Path, ti
 def test_another_vocabulary_than_the_earlier_study_had_is_a_warning(folder: Path, tiny: Recipe) -> None:
     assert unlike_earlier(folder, space(tiny, LR)) == []
     (warning,) = unlike_earlier(folder, space(tiny.replace({"data.source": "other.txt"}), LR))
-    assert f"the study's text ({tiny.data.source}) and this recipe's text (other.txt) differ in sources" in warning
+    assert f"the values are from the text {tiny.data.source}, and this run's text is other.txt" in warning
     relative = tiny.replace({"data.source": os.path.relpath(str(tiny.data.source))})
     assert unlike_earlier(folder, space(relative, LR)) == []
     (warning,) = unlike_earlier(folder, space(tiny.replace({"schedule": {"decay": "constant"}}), LR))

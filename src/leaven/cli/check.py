@@ -20,6 +20,7 @@ from leaven.cli.common import (
     option,
     parsed_option,
     print_document,
+    require_alone,
     require_new,
 )
 from leaven.errors import InputError
@@ -125,6 +126,7 @@ def gradients(
 
 @app.command()
 def memory(
+    context: typer.Context,
     recipe: RecipeArgument,
     layout: Annotated[
         str | None,
@@ -155,6 +157,8 @@ def memory(
     """
     from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 
+    if all_stages:
+        require_alone(context, "--all-stages", "ranks")
     laid_out = load_recipe(recipe, overrides)
     if layout is not None:
         laid_out = with_layout(laid_out, layout)

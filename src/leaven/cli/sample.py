@@ -9,7 +9,7 @@ from rich.text import Text
 from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, argument, option, print_document
 from leaven.documents.runs import SampleDocument
 from leaven.errors import InputError
-from leaven.views.terminal.console import console, echo, errors, say_skipped
+from leaven.views.terminal.console import console, echo, errors, say_skipped, warn
 
 
 def sample(
@@ -33,7 +33,7 @@ def sample(
 ) -> None:
     from leaven.model.generate import Sampling
     from leaven.training.device import default_device
-    from leaven.training.load import load_run, sample
+    from leaven.training.load import load_run, prompt_length, sample
 
     sampling = Sampling(temperature, top_k, top_p)
     try:
@@ -43,6 +43,9 @@ def sample(
     loaded = load_run(run, tokens)
     say_skipped(loaded.skipped, loaded.changed)
     loaded.model.to(default_device())
+    length, most = prompt_length(loaded, text), loaded.model.shape.seq_len
+    if length > most:
+        warn([f"TEXT has {length:,} tokens, and the model uses only the last {most:,}"])
     drawn, began = [], time.perf_counter()
     for number in range(samples):
         if not json_output:

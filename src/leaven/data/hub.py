@@ -28,11 +28,14 @@ from leaven.data.readers import (
 )
 from leaven.data.token_files import MappedTokens, arrow_tokens
 from leaven.errors import InputError
+from leaven.recipe.units import listed
 
 SCHEME = "hf://"
 INPUT_IDS = "input_ids"
 MASK = "attention_mask"
 """The columns of Hugging Face tokenizers: the token ids, and the mask that is 0 at padding and 1 elsewhere."""
+LABELS = ("labels", "loss_mask", "assistant_masks", "completion_mask")
+"""Columns with which other code trains on some of the tokens."""
 
 _DATA_ENDINGS = {".arrow", ".csv", ".jsonl", ".ndjson", ".parquet", ".tsv"}
 
@@ -175,6 +178,8 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         notes = (*_left_out(source, folder, builder), *missing_shards(source, files))
     if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
         text = INPUT_IDS
+    if text == INPUT_IDS and (unread := [name for name in found.column_names if name in LABELS]):
+        notes = (*notes, f"data.source {source!r}: columns not read: {listed(unread, 'and')}; all tokens are trained")
     # Lists that are all empty have the type null.
     kind = HubTokens if _holds_lists(found.features.arrow_schema, text, "is_integer", "is_null") else HubSplit
     return kind(name, f"{source}:{name}", found, text, notes)
@@ -288,7 +293,10 @@ def fetch_tokenizer(tokenizer: str) -> Path:
 
 def _parse(uri: str, setting: str, known: set[str]) -> tuple[str, dict[str, str]]:
     parts = urlsplit(uri)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    given = parse_qsl(parts.query, keep_blank_values=True)
+    options = dict(given)
+    if len(options) < len(given):
+        raise InputError(f"{setting} {uri!r} has an option twice; give it once, such as split=train+extra")
     for name in options.keys() - known:
         raise InputError(f"{setting} {uri!r}: {name} is unknown; the options are {', '.join(sorted(known))}")
     place = parts.netloc + parts.path

@@ -1,8 +1,10 @@
 """Warn if a recipe leaves the range in which its scaling rule was tested, or has other risky values."""
 
 import math
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,6 +18,7 @@ from leaven.recipe.base import Part
 from leaven.recipe.init_std import usual_std
 from leaven.recipe.recipe import BY_REWIND, Recipe, differing
 from leaven.recipe.shape import Role
+from leaven.recipe.units import listed
 from leaven.scaling.apply import factors
 from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.scaling.transfer import searched_paths
@@ -100,8 +103,13 @@ def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
     searched = {path.partition("[")[0] for path in searched_paths(tuned)}
     if not searched:  # `untuned` warns of it
         return []
-    if target.hyperparameters.optimizer != after.hyperparameters.optimizer:
+    before, now = target.hyperparameters, after.hyperparameters
+    if before.optimizer == "muon" != now.optimizer:  # no study searches this
+        searched -= {"hyperparameters.optimizer"}
+    if before.optimizer != now.optimizer:
         searched |= {"hyperparameters.muon"}
+    if before.grad_clip.mode != now.grad_clip.mode:  # a study searches only the limit
+        searched -= {"hyperparameters.grad_clip"}
     values = [
         f"{path} {_written(theirs)} by {_written(now)}"
         for path, theirs, now in differing(_stated(target), _stated(after))
@@ -146,10 +154,20 @@ def unlike_training(before: Recipe, after: Recipe) -> list[CautionRow]:
         found.append(_caution("documents", 1, 0, there=before.data.documents, here=after.data.documents))
     if before.model.dropout != after.model.dropout:
         found.append(_caution("dropout", after.model.dropout, before.model.dropout))
+    if _text(before) != _text(after):
+        texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (before, after)]
+        found.append(_caution("text", 1, 0, there=texts[0], here=texts[1]))
     given = [recipe.start.weights is not None for recipe in (before, after)]
     if given[0] != given[1]:
         found.append(_caution("start weights", int(given[1]), int(given[0])))
     return found
+
+
+def _text(recipe: Recipe) -> dict[str, Fraction]:
+    """Return {data source: share}. Paths of sources are made absolute; other names stay as they are."""
+    names = [source.source for source in recipe.data.sources]
+    paths = [name if ":" in name or not ({*name} & {*"./"}) else os.path.abspath(name) for name in names]
+    return dict(zip(paths, recipe.data.proportions, strict=True))
 
 
 def _unlike_schedule(before: Recipe, after: Recipe) -> list[CautionRow]:

@@ -476,6 +476,8 @@ def faults_in(event: str, values: Mapping[str, Any]) -> Iterator[str]:
         yield f"checkpoint {name} is damaged and was not used"
     if values.get("changed_values"):
         yield f"the rewind changes values of the recipe: {values['changed_values']}"
+    if values.get("skipped_tokens"):
+        yield f"the rewind skips {values['skipped_tokens']:,} tokens of the text (whole sequences)"
     if values.get("uneven_validation"):
         yield values["uneven_validation"]
     if values.get("missing_checkpoint"):

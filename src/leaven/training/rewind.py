@@ -52,6 +52,11 @@ class Rewind:
     found_step: int = 0  # step at which the anomaly was found; 0 for a manual rewind
     asked: Mapping[str, int] | None = None  # arguments of a manual rewind; None for an automatic one
 
+    @property
+    def skipped(self) -> int:
+        """The number of tokens that this rewind skips."""
+        return self.skip_to - self.skip_from
+
     def document(self) -> dict[str, Any]:
         """Return the rewind as a JSON object, for an event or a checkpoint."""
         return {key: value for key, value in asdict(self).items() if value is not None}

@@ -306,7 +306,9 @@ def _train(  # noqa: PLR0917
         with _closing(trainer.callbacks):
             about: dict[str, Any] = {"mfu_convention": mfu_convention(peak), "peak_tflops": peak.flops / 1e12}
             about |= {"emulated": peak.emulated} if peak.emulated else {}
-            trainer.start(**about, **({"changed_values": changed} if changed else {}))
+            about |= {"changed_values": changed} if changed else {}
+            about |= {"skipped_tokens": rewinds_of(run)[-1].skipped} if rewind is not None else {}
+            trainer.start(**about)
             if rearranged:
                 trainer.rearrange(rearranged)
             if choice is not None:

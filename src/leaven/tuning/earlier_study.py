@@ -15,9 +15,7 @@ If both studies run a command, values of the same name are compared. At least on
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -113,12 +111,6 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
         for path in (OPTIMIZER, *(("scaling.alpha", "scaling.token_exponent") if scaled else ())):
             if path not in searched and (before := read(there, path)) != (now := read(here, path)):
                 messages.append(f"its {path} is {before}, and this recipe's is {now}, so best values may differ")
-        if _text(there) != _text(here):
-            texts = [listed([source.source for source in recipe.data.sources], "and") for recipe in (there, here)]
-            messages.append(
-                f"the study's text ({texts[0]}) and this recipe's text ({texts[1]}) differ in sources or weights; "
-                "values carry over only between similar texts"
-            )
         return [f"{what}: {message}" for message in messages]
     before, messages = {d.path for d in read_document(folder).dimensions}, []
     if isinstance(space, CommandSpace) and command_space(folder / "centre.toml").file.loss != space.file.loss:
@@ -131,13 +123,6 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
         f"{what}: it did not search {listed(missing, 'and')}, so its trials count as trials at the start value; "
         "if it searched one under another name, use that name here",
     ]
-
-
-def _text(recipe: Recipe) -> dict[str, Fraction]:
-    """Return {data source: share}. Paths of sources are made absolute; other names stay as they are."""
-    names = [source.source for source in recipe.data.sources]
-    paths = [name if ":" in name or not ({*name} & {*"./"}) else os.path.abspath(name) for name in names]
-    return dict(zip(paths, recipe.data.proportions, strict=True))
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:

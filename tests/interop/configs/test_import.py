@@ -394,6 +394,17 @@ def test_recomputation_under_its_new_name(tmp_path: Path) -> None:
         assert (found.recipe.layout.recompute, found.unread) == ("full", ())
 
 
+def test_a_tokenizer_and_dropout_of_another_kind_are_listed(tmp_path: Path) -> None:
+    there = folder(tmp_path, CONFIG | {"attention_dropout": 0.1}, {"max_steps": 10})
+    (there / "tokenizer.json").touch()
+    found = from_transformers.read(there, "x")
+    assert found.recipe.model.dropout == 0.1
+    assert set(found.unread) == {
+        "attention_dropout: leaven's dropout also applies to the embedding and the branches",
+        "tokenizer.json: the model's tokenizer; to use it, set data.tokenizer",
+    }
+
+
 LAYOUTS = [
     {"layout.dp": 2, "layout.tp": 2, "layout.pp": 2, "layout.zero": 1},
     {"layout.dp": 2, "batch.micro_batch": 4, "layout.recompute": "full"},

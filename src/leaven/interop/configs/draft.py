@@ -65,6 +65,8 @@ class Draft:
             if theirs:
                 more = ("rope_scaling", "rope_parameters") if key in {"rope_theta", "rotary_fraction"} else ()
                 self.why[f"model.{key}"] = origin(*theirs, *more)
+        if model.shape.dropout and architecture.keys["dropout"] == ["attention_dropout"]:
+            self.unread.append("attention_dropout: leaven's dropout also applies to the embedding and the branches")
         std = float(given_keys(architecture, model.config)["initializer_range"])
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
 

@@ -60,8 +60,10 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     for file, values in (
         ("parameters.json", "settings of single parameters, and perhaps a schedule"),
         ("automodel.yaml", "all settings of the training"),
+        ("tokenizer.json", "the model's tokenizer"),
     ):
-        draft.unread += [f"{file}: {values}; {has}"] * (config_path.parent / file).exists()
+        instead = "to use it, set data.tokenizer" if file == "tokenizer.json" else has
+        draft.unread += [f"{file}: {values}; {instead}"] * (config_path.parent / file).exists()
     return draft.finish(name, shape)
 
 
