@@ -471,14 +471,16 @@ def answer_at(around: Space, octaves: dict[str, float], **more: Any) -> StudyDoc
 
 def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: Path) -> None:
     init = "hyperparameters.init_std"
-    around, fewest = space(short, f"{LR},{init}"), {LR: 1.0, init: 0.0}
+    noted = short.replace({"why": {LR: "from Bob", init: "as Ada said"}})
+    around, fewest = space(noted, f"{LR},{init}"), {LR: 1.0, init: 0.0}
     state = answer_at(around, {LR: 1.0, init: -1.0}, fewest=Best(3, 2.0, (1.9, 2.1), 2, 2), fewest_octaves=fewest)
     write_results(tmp_path, around, state)
     written = [read_recipe(tmp_path / f"{name}.toml") for name in ("best", "fewest")]
     start = short.hyperparameters
     assert [recipe.hyperparameters.lr / start.lr for recipe in written] == [2, 2]
     assert [recipe.hyperparameters.init_std for recipe in written] == [start.init_std / 2, start.init_std]
-    assert written[1].why[init].endswith("as at the start")
+    assert written[1].why[init].endswith("as at the start; as Ada said")  # the user's reason for this value
+    assert "Bob" not in written[1].why[LR]
     write_results(tmp_path, around, state.model_copy(update={"fewest_octaves": state.octaves}))
     assert not (tmp_path / "fewest.toml").exists()
 

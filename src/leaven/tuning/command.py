@@ -395,6 +395,10 @@ class CommandSpace(SearchSpace):
         return self.file.name
 
     @property
+    def why(self) -> Mapping[str, str]:
+        return self.file.why
+
+    @property
     def seed(self) -> int:
         return self.file.seed
 

@@ -56,6 +56,11 @@ class SearchSpace(ABC):
 
     @property
     @abstractmethod
+    def why(self) -> Mapping[str, str]:
+        """The reasons for the values at the start, by path."""
+
+    @property
+    @abstractmethod
     def seed(self) -> int:
         """The seed of the search. Trials with fresh seeds add 1, 2, ... to it."""
 
@@ -138,6 +143,10 @@ class Space(SearchSpace):
     @property
     def name(self) -> str:
         return self.recipe.name
+
+    @property
+    def why(self) -> Mapping[str, str]:
+        return self.recipe.why
 
     @property
     def seed(self) -> int:

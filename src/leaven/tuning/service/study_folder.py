@@ -276,7 +276,8 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
     if fewest:
         parts += ["the point with the fewest changes whose loss equals the best loss within the noise"]
     if not point[path]:
-        parts += ["as at the start"]
+        note = space.why.get(path)
+        parts += ["as at the start", *([note] if note and not note.startswith("study ") else [])]
     elif fewest:
         parts += [f"the start has {start}"]
     else:
