@@ -260,3 +260,10 @@ def test_a_check_of_the_target_leads_to_its_study_until_there_is_a_tuned_recipe(
     check, train = next_commands.after_check(tuned, tiny, ["data.seed=1"])
     assert check == f"leaven check coordinates {tuned} --set data.seed=1"
     assert next_commands.after_coordinates(tuned, tiny, ["data.seed=1"]) == [train]
+
+
+def test_an_option_that_is_suggested_replaces_the_typed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = "leaven check coordinates a.toml --seeds=1 --set x=1 --widths 16,32 --json"
+    monkeypatch.setattr("sys.argv", typed.split())
+    again = next_commands.again("--seeds", "3", "--widths", "16,64", "--set", "y=2")
+    assert again == "leaven check coordinates a.toml --set x=1 --seeds 3 --widths 16,64 --set y=2"

@@ -371,3 +371,13 @@ def test_each_source_gives_the_tokenizer_an_equal_share(tmp_path: Path, monkeypa
     texts = [[document.text for document in corpus.documents() if not document.validation] for corpus in corpora]
     # The first source has 12,000 bytes and a share of 4,000: every third document.
     assert sample == texts[0][::3] + texts[1]
+
+
+def test_tokens_at_the_end_of_a_short_source_that_fill_no_sequence_are_counted(tmp_path: Path) -> None:
+    paths = {name: str(tmp_path / f"{name}.npy") for name in ("short", "long", "held_out", "more")}
+    for count, path in zip((2_047, 900_001, 5_000, 6_000), paths.values(), strict=True):
+        np.save(path, (np.arange(count) % 300).astype(np.uint16))
+    sources = [{"source": paths["short"], "validation": paths["held_out"]}]
+    sources += [{"source": paths["long"], "validation": paths["more"]}]
+    data = Data.model_validate({"source": sources, "tokenizer": "bpe", "tokens": 4_096})
+    assert prepare_data(data, 320).left_over(1_024) == {paths["short"]: 1_022}

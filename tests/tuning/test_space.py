@@ -384,3 +384,9 @@ def test_a_search_does_not_lower_the_batch_until_its_ramp_is_gone(tiny: Recipe) 
         assert (lowest.ramp is None) == (recipe.batch.ramp is None)
     with pytest.raises(InputError, match="1 sequence, so it cannot have a ramp"):
         space(climbing.replace({"tuning": {"octaves": {"batch.tokens": 2}}}))
+
+
+def test_initial_values_are_not_searched_if_training_starts_from_weights(tiny: Recipe) -> None:
+    found = space(tiny.replace({"start.weights": "model"}), "global")
+    assert "hyperparameters.init_std" not in found.paths
+    assert dict(found.left_out)["hyperparameters.init_std"].startswith("training starts from the [start] weights")

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from importlib import import_module
 from io import TextIOWrapper
 from itertools import pairwise
@@ -54,7 +55,18 @@ class Verbs(TyperGroup):
         if options:
             raise InputError(f"{options[0]} has an empty value; is a shell variable empty?")
         name, _, rest = super().resolve_command(ctx, args)
-        return name, command_of(str(name)), rest
+        command = command_of(str(name))
+        _refuse_repeats(getattr(command, "commands", {}).get(rest[0] if rest else "", command), rest)
+        return name, command, rest
+
+
+def _refuse_repeats(command: Any, args: list[str]) -> None:
+    """Raise InputError if an option that takes one value is given twice, because only the last value would count."""
+    once = [each for each in command.params if not (each.multiple or getattr(each, "is_flag", True))]
+    names = {option: each.name for each in once for option in each.opts}
+    given = Counter(names.get(arg.partition("=")[0]) for arg in args[: args.index("--") if "--" in args else None])
+    if repeated := next((option for option, name in names.items() if given[name] > 1), None):
+        raise InputError(f"{repeated} is given more than once; give it once")
 
 
 def command_of(verb: str) -> Any:

@@ -157,6 +157,7 @@ def new(
     warn(each.message for each in cautions)
     if started.proxy is None:
         _require_no_proxy(proxy_output)
+    _warn_of_tuned(next_commands.beside(output, next_commands.TUNED))
     files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
     for file, recipe in files:
         write_recipe(recipe, file)
@@ -178,6 +179,11 @@ def _mixture(context: typer.Context, experts: int | None, active: int | None) ->
         raise InputError(f"{given} needs {missing}; for example --experts 64 --active 8")
     require_alone(context, "--experts", "time from_run")
     return experts, active
+
+
+def _warn_of_tuned(path: Path) -> None:
+    if path.exists():
+        warn([f"{path} exists and has the tuned values of an earlier recipe; remove it before you tune this one"])
 
 
 def _require_no_proxy(path: Path) -> None:

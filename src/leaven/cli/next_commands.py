@@ -230,8 +230,18 @@ def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
 
 
 def again(*words: str) -> str:
-    """Return the command that the user typed, without ``--json`` and with ``words`` added."""
-    return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
+    """Return the command that the user typed, without ``--json`` and with ``words`` added.
+
+    An option in ``words`` replaces the same option in the command, except ``--set``.
+    """
+    typed, replaced = [word for word in sys.argv[1:] if word != "--json"], {*words[::2]} - {"--set"}
+    at = 0
+    while at < len(typed):
+        if typed[at].partition("=")[0] in replaced:
+            del typed[at : at + (1 if "=" in typed[at] else 2)]
+        else:
+            at += 1
+    return _line(*typed, *words)
 
 
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:

@@ -186,7 +186,7 @@ def check(
     of_text = corpus_tokens
     if not of_text:
         try:
-            of_text = text_tokens(read.data.sources, read.model.vocab_size)
+            of_text = text_tokens(read.data, read.model.vocab_size)
         except InputError as error:
             warn([f"{error}; the number of epochs is not checked"])
     found = findings(read, adamw_rows, of_text)

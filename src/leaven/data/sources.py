@@ -16,7 +16,7 @@ from leaven.data.hub import SCHEME, HubSplit, HubTokens, open_split
 from leaven.data.readers import SUFFIXES, BrokenFile, File, missing_shards
 from leaven.data.token_files import TOKEN_SUFFIXES, MappedTokens, TokenFile
 from leaven.errors import InputError
-from leaven.recipe.data import DataSource
+from leaven.recipe.data import Data, DataSource
 
 # Folders that are not part of python-stdlib. Many distributions ship Python without tests. The modules in encodings
 # are tables, which are easy to predict and would be half of the validation text.
@@ -209,14 +209,14 @@ def text_size(source: DataSource) -> TextSize | None:
     return TextSize(size)
 
 
-def text_tokens(sources: Sequence[DataSource], vocab_size: int) -> int | None:
-    """Return the total number of tokens of ``sources``, an estimate for text. Return None if a source is
-    python-stdlib or an hf:// address."""
-    if any(source.source == "python-stdlib" for source in sources):
+def text_tokens(data: Data, vocab_size: int) -> int | None:
+    """Return the number of training tokens after which the first source has been read once, an estimate for text.
+    Return None if a source is python-stdlib or an hf:// address."""
+    if any(source.source == "python-stdlib" for source in data.sources):
         return None
-    sizes = [text_size(source) for source in sources]
-    known = [size.tokens(vocab_size) for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+    sizes = [text_size(source) for source in data.sources]
+    known = [size.tokens(vocab_size) / share for size, share in zip(sizes, data.proportions, strict=True) if size]
+    return round(min(known)) if len(known) == len(sizes) else None
 
 
 def opened(part: TokenPart) -> MappedTokens:

@@ -33,6 +33,7 @@ FORMAT = 3
 """Version of the cache. Increase it when the same source would give different tokens or files."""
 
 
+LEFT_OVER = 0.01  # a larger share of a source in tokens that fill no sequence is named
 LARGE_SHARE = 0.2  # a larger share of a text for validation is named; usual is a twentieth
 MOST_WINDOWS = 1_000  # validation windows; a line proposes no more
 UNEVEN = 0.05  # a larger difference between the shares of a source in validation and training is named
@@ -126,6 +127,13 @@ class TokenSet:
             if scale >= 1 or self._even(numbers):
                 return [np.resize(windows, (n, seq_len + 1)) for windows, n in zip(found, numbers, strict=True)]
             scale = min(2 * scale, 1.0)
+
+    def left_over(self, seq_len: int) -> dict[str, int]:
+        """Return {source name: number of last tokens} for each source of which windows of ``seq_len`` leave out more
+        than `LEFT_OVER` of the tokens. They are never trained."""
+        rests = {name: (len(each.train) - 1) % seq_len for name, each in zip(self.names, self.sources, strict=True)}
+        counts = {name: len(each.train) for name, each in zip(self.names, self.sources, strict=True)}
+        return {name: rest for name, rest in rests.items() if rest > LEFT_OVER * counts[name]}
 
     def epochs(self, tokens: int) -> dict[str, float]:
         """Return {source name: number of epochs} for a run of ``tokens`` tokens."""

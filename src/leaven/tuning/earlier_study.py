@@ -42,6 +42,7 @@ from leaven.tuning.point import (
     Value,
     distance,
     levels,
+    quantity_of,
     recipe_at,
     value_at,
     value_like,
@@ -111,6 +112,11 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
         for path in (OPTIMIZER, *(("scaling.alpha", "scaling.token_exponent") if scaled else ())):
             if path not in searched and (before := read(there, path)) != (now := read(here, path)):
                 messages.append(f"its {path} is {before}, and this recipe's is {now}, so best values may differ")
+        searched = {each.path for each in read_document(folder).dimensions}
+        # A global value of the earlier study moves the value of each module.
+        missing = [path for path in space.paths if not {path, f"hyperparameters.{quantity_of(path)}"} & searched]
+        if missing:
+            messages.append(f"it did not search {listed(missing, 'and')}, so it says nothing about these values")
         return [f"{what}: {message}" for message in messages]
     before, messages = {d.path for d in read_document(folder).dimensions}, []
     if isinstance(space, CommandSpace) and command_space(folder / "centre.toml").file.loss != space.file.loss:

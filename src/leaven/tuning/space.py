@@ -360,6 +360,8 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
             if recipe.hyperparameters.optimizer == "muon"
             else 'the optimizer is not Muon; set hyperparameters.optimizer = "muon"'
         )
+    elif quantity == "init_std" and recipe.start.weights:
+        reason = "training starts from the [start] weights, so no initial values are drawn"
     elif path == point.OPTIMIZER and value == "muon":
         reason = "a search compares only adamw and adam; tune a recipe with muon and a recipe with adamw separately"
     elif value is None:

@@ -35,9 +35,9 @@ EVENTS = {
     "full_batch": "at {tokens:q} tokens, the batch has reached its full size of {batch_tokens:q} tokens, with "
     "micro-batch {micro_batch}",
     "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the other ranks, which wait for it",
-    "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so losses may differ in the last "
-    "bits",
+    "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, {effect}",
 }
+MASKS = "and dropout draws other masks, so losses differ as between seeds"
 
 
 class _Quantities(string.Formatter):
@@ -125,10 +125,14 @@ class TrainScreen(LiveScreen):
             case "layout":
                 changes = (f"{each['path']} {each['before']} -> {each['after']}" for each in values["changes"])
                 fields["changed"] = ", ".join(changes)
+                dropout = self._recipe.model.dropout
+                fields["effect"] = MASKS if dropout else "so losses may differ in the last bits"
         if event in EVENTS:
             self.line(f"  {_Quantities().vformat(EVENTS[event], (), fields)}")
         for source, epochs in values.get("epochs", {}).items():
             self.line(f"  {epochs:.3g} epochs of {source}")
+        for source, rest in values.get("left_over", {}).items():
+            self.line(f"  the last {rest:,} tokens of {source} are not trained: they do not fill a sequence")
         if values.get("mfu_convention"):
             self.line(f"  MFU: {values['mfu_convention']}")
         for fault in faults_in(event, values):
