@@ -515,8 +515,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number means no limit.
         OSError: if the lock file cannot be made. The error names the lock file, or else its folder.
-        InputError: if ``path`` is a link, a folder, a pipe or a device. On a disk without flock, also if the
-            lock file stays empty, or if ``seconds`` is 0 and the lock is not free.
+        InputError: if ``path`` is a link, a folder, a pipe or a device. Also on a disk without flock, if the lock
+            is not free and may be left over: with ``seconds`` 0, or if the lock file stays empty.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

@@ -103,10 +103,7 @@ def test_a_history_that_is_damaged_or_cannot_be_written_is_named(
     by_measurement(bare, tiny, "cpu", measure=False, history=False)
     assert capsys.readouterr().err == ""
     by_measurement(bare, tiny, "cpu", measure=False, history=True)
-    assert (
-        "history.jsonl is damaged and was skipped; the runs in the other lines still correct"
-        in capsys.readouterr().err
-    )
+    assert "history.jsonl is damaged and was skipped; the other lines are used to correct" in capsys.readouterr().err
     told: list[str] = []
     size_for_time(parse_cluster("cpu"), "1h", None, on_fault=told.append)
     assert len(told) == 1

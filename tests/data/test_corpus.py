@@ -439,8 +439,8 @@ def test_patterns_can_repeat_stars_and_go_up(tmp_path: Path) -> None:
 def test_two_stars_with_other_characters_are_refused(tmp_path: Path, part: str, inside: str) -> None:
     """Glob takes them for one star, and finds nothing in subfolders."""
     write(tmp_path / "x.txt", "a text")
-    hint = f"write **/{inside} to include subfolders, or {inside} to leave them out"
-    with refused(f"{part} finds no files in subfolders; {hint}"):
+    hint = f"write **/{inside} to search subfolders, too, or {inside} to search none"
+    with refused(f"{part} does not search subfolders; {hint}"):
         opened(f"{tmp_path}/{part}")
     write(tmp_path / "a**.txt", "the name of a file")
     assert [each.key for each in opened(f"{tmp_path}/a**.txt").parts] == ["a**.txt"]

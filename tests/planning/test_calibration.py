@@ -213,9 +213,8 @@ def test_damaged_lines_are_named(cache: Path) -> None:
     faults: list[str] = []
     assert [int(each.seconds) for each in history(faults.append)] == [3]
     assert len(faults) == 1
-    assert faults[0].startswith(
-        f"2 damaged lines of {file}, from line 1 to 2, were skipped; the runs in the other lines still correct"
-    )
+    skipped = f"2 damaged lines of {file}, from line 1 to 2, were skipped"
+    assert faults[0].startswith(f"{skipped}; the other lines are used to correct planned times")
 
 
 def test_a_missing_folder_or_a_full_disk_loses_only_the_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,8 @@ def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: 
     early = noise_ramp(tiny, noise(4_096), 1.0)
     assert (early.set, len(early.stages)) == ([], 1)
     assert early.why == (
-        "none: the full batch of 256 tokens is at most 1 x the measured noise scale, even at the first measurement "
-        "used (at 100 tokens)"
+        "none: the full batch of 256 tokens is at most 1 x the measured noise scale from the start (the first "
+        "measurement used is at 100 tokens)"
     )
     one = noise_ramp(tiny.replace({"batch.tokens": tiny.model.seq_len}), noise(3), 1.0)
     assert one.why == "none: the full batch is one sequence, and no batch is smaller"

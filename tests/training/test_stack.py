@@ -197,16 +197,16 @@ def test_ids_of_a_large_vocabulary(short: Recipe) -> None:
 
 def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:
     searched, room = space(tiny, LR), lambda: 8e10
-    assert stack_size(searched, (), 96, 1, room) == (8, "a stack of 1/12 of all trials")
-    assert stack_size(searched, (), 96, 4, room) == (2, "a stack of 1/48 of all trials")
-    assert stack_size(searched, (), 1_000, 1, room) == (MOST, "a stack, the largest that was measured")
+    assert stack_size(searched, (), 96, 1, room) == (8, "a stack with 1/12 of all trials")
+    assert stack_size(searched, (), 96, 4, room) == (2, "a stack with 1/48 of all trials")
+    assert stack_size(searched, (), 1_000, 1, room) == (MOST, "the largest stack that was measured")
     few = lambda: 3e7  # noqa: E731
     fitting = most_trials(tiny, few())
     assert 1 < fitting < 100
     assert most_trials(tiny.replace({"layout.recompute": "full"}), few()) == fitting
     assert stack_size(searched, (), 1_000, 1, few) == (
         fitting,
-        "a stack, the largest that fits into half of the free memory",
+        "the largest stack that fits into half of the free memory",
     )
     assert stack_size(searched, (), 23, 1, room) == (1, "23 trials are too few to train several at once")
     assert stack_size(searched, (), 48, 1, lambda: 1e6) == (1, "two trials do not fit into half of the free memory")
@@ -357,7 +357,7 @@ def test_what_workers_auto_says(tiny_file: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(device, "free_memory", lambda _: 8e10)
     verb = ["tune", str(tiny_file), "--study", str(tmp_path / "study"), "--space", LR, "--trials", "96"]
     said = CliRunner().invoke(app, [*verb, "--workers", "auto"]).stderr
-    assert "each GPU trains 4 trials at once: a stack of 1/24 of all trials" in said
+    assert "each GPU trains 4 trials at once: a stack with 1/24 of all trials" in said
     said = CliRunner().invoke(app, [*verb[:-1], "8", "--workers", "auto"]).stderr
     assert "each GPU trains one trial at a time: 8 trials are too few to train several at once" in said
     for own in (["--workers", "2"], ["--workers", "auto", "--stack", "1"], ["--workers", "auto", "--stack", "5"]):

@@ -1423,8 +1423,8 @@ def test_two_curves_of_one_name_are_refused(write: Write) -> None:
     command = "cp -r curves/. {out}; : {lr} {seed}"
     study = ("--study", "study", "--trials", 1, "--noise", 0.01)
     printed = tune(write(command, 'loss = {tensorboard = "{out}", key = "loss"}\n', ONE), *study, code=2)
-    assert re.search(r"/out/train and .*/out/val have loss, but are not successive attempts of one run; let", printed)
-    assert "let the command use one fixed log folder under {out}, and set loss.tensorboard to it, or" in printed
+    assert re.search(r"/out/train and .*/out/val each have a curve loss, and it is unclear which is", printed)
+    assert "or in one fixed log folder under {out}, and set loss.tensorboard to this folder" in printed
     file = write(command, 'loss = {tensorboard = "{out}/val", key = "loss"}\n', ONE)
     tune(file, "--study", "other", *study[2:])
     assert [trial.loss for trial in document("other").trials] == [1.0]
@@ -1452,7 +1452,7 @@ def test_folders_of_tensorboard_are_attempts_or_refused(
         (tmp_path / folder / "events.out.tfevents.1700000000.host.9.0").write_bytes(log)
     source = LossSource.model_validate({"tensorboard": "{out}", "key": "loss"})
     with (
-        refused("have loss, but are not successive attempts of one run", "one fixed log folder under {out}")
+        refused("each have a curve loss, and it is unclear which is", "one fixed log folder under {out}")
         if last is None
         else nullcontext()
     ):

@@ -299,7 +299,7 @@ def test_a_tuning_table_sets_the_space_and_its_limits(deep: Recipe) -> None:
         ('[tuning.octaves]\n"hyperparameters.lrr" = 2', r"octaves\] hyperparameters.lrr: not a value .* mean"),
         (
             '[tuning.octaves]\n"hyperparameters.lr" = [2, 1]',
-            "the range 2 to 1 octaves must have values",
+            "the range 2 to 1 octaves must begin below 0",
         ),
         ("[tuning.octaves]\nhyperparameters.lr = 2", "quote the path"),
         ('[tuning.octaves]\n"schedule.warmup_tokens" = 4', r"\+4 octaves \(warmup_tokens 16,384 is longer"),

@@ -515,7 +515,7 @@ def test_a_run_in_two_formats_is_one_seed(tmp_path: Path) -> None:
             (of / "a.tfevents").write_bytes(EVENT(9, float_val=[run["loss"]]))
     for folder in ("none", "seeds"):
         write(tmp_path / folder / "summary.csv", [run | {"seed": ""} for run in runs])
-        with pytest.raises(InputError, match=r"both logs of width \d+, lr .*, so they may be one run; move one"):
+        with pytest.raises(InputError, match=r"both logs of width \d+, lr .*, so they may be one run; if so, move"):
             transfer_of_runs(tmp_path / folder)
     write(tmp_path / "seeds" / "summary.csv", [run | {"seed": 1, "loss": float(run["loss"]) + 0.001} for run in runs])
     assert transfer_of_runs(tmp_path / "seeds").settings["seeds"] == 2
@@ -526,7 +526,7 @@ def test_a_run_in_two_formats_is_one_seed(tmp_path: Path) -> None:
     shutil.copy(theirs, tmp_path / "curves" / "50m" / "wandb" / "run-x.wandb")
     with SummaryWriter(tmp_path / "curves" / "50m") as writer:
         writer.add_scalar("val/loss", 3.0, 10)
-    with pytest.raises(InputError, match=r"50m and .*\.wandb are both logs of 50m, so they may be one run; move"):
+    with pytest.raises(InputError, match=r"50m and .*\.wandb are both logs of 50m, so they may be one run; if so"):
         curves_of(tmp_path / "curves", "val/loss")
 
 
@@ -549,8 +549,8 @@ def test_folders_of_one_run_in_tensorboard_are_no_seeds(tmp_path: Path) -> None:
         for number, kind in product((0, 1), ("run", "seed")):
             (of := tmp_path / kind / f"{kind}{number}" / name).mkdir(parents=True)
             (of / "a.tfevents").write_bytes(EVENT(9, float_val=[float(run["loss"]) + 0.002 * number]))
-    message = "train and .*/val are both logs of width 128, lr .*, so they may be one run; read one of them with"
-    with pytest.raises(InputError, match=f"{message} --loss val/loss, or if they are two"):
+    message = "train and .*/val are both logs of width 128, lr .*, so they may be one run; if so, read one of them"
+    with pytest.raises(InputError, match=f"{message} with --loss val/loss; if not, give both"):
         transfer_of_runs(tmp_path / "keras")
     shutil.copytree(tmp_path / "keras", tmp_path / "seeded")
     for folder in [*(tmp_path / "seeded").iterdir()]:
@@ -559,14 +559,14 @@ def test_folders_of_one_run_in_tensorboard_are_no_seeds(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path / "seeded")
     assert transfer_of_runs(tmp_path / "seeded", loss="val/loss").settings["seeds"] == 1
     for unseeded in ("old", "run"):
-        with pytest.raises(InputError, match="move one of them elsewhere, or if they are two runs, give both a seed"):
+        with pytest.raises(InputError, match="move one of them elsewhere; if not, give both a seed"):
             transfer_of_runs(tmp_path / unseeded)
     expected = transfer_of_runs(tmp_path / "val")
     assert expected.settings["seeds"] == 1
     assert transfer_of_runs(tmp_path / "keras", loss="val/loss").rows == expected.rows
     assert transfer_of_runs(tmp_path / "seed").settings["seeds"] == 2
     with pytest.raises(
-        InputError, match="loss_val are both logs of .*; read one of them with --loss loss_val/loss, or if"
+        InputError, match="loss_val are both logs of .*; if so, read one of them with --loss loss_val/loss; if"
     ):
         transfer_of_runs(tmp_path / "pytorch")
     assert transfer_of_runs(tmp_path / "pytorch", loss="loss_val/loss").rows == expected.rows
@@ -574,7 +574,7 @@ def test_folders_of_one_run_in_tensorboard_are_no_seeds(tmp_path: Path) -> None:
         (of := tmp_path / "curves" / f"width{width}" / split).mkdir(parents=True)
         content = [EVENT(step, float_val=[loss + (split == "val")]) for step, loss in points(width)]
         (of / "a.tfevents").write_bytes(b"".join(content))
-    with pytest.raises(InputError, match="both logs of width 128, so they may be one run; read one of them"):
+    with pytest.raises(InputError, match="both logs of width 128, so they may be one run; if so, read one of them"):
         curves_of(tmp_path / "curves")
     found = curves_of(tmp_path / "curves", loss="train/loss")
     assert {name: len(of) for name, of in found.items()} == {"width 64": 1, "width 128": 1}
@@ -646,7 +646,7 @@ def test_names_that_cannot_be_read_and_differ_are_refused(tmp_path: Path) -> Non
         folder = tensorboard_runs(tmp_path / f"b{number}", *(name.format(w, lr) for w, lr in values))
         with pytest.raises(
             InputError,
-            match="cannot read .* in the name .*; rename it to pairs of a name and a number .not its logarithm",
+            match="cannot read .* in the name .*; rename it to names and numbers .no logarithms.",
         ):
             transfer_of_runs(folder)
     folder = tensorboard_runs(tmp_path / "d", *(f"width{w}_lr{lr}_beta2_0.{lr}" for w, lr in values))

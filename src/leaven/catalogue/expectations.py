@@ -19,7 +19,7 @@ class Expectation:
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return the predicted best values of hyperparameters by recipe path. Skip those that are 0 in the recipe.
+    """Return the predicted best values, by recipe path. Hyperparameters that are 0 in the recipe are left out.
 
     The predictions come from published runs and from scaling laws.
     """

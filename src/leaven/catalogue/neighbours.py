@@ -23,12 +23,12 @@ from leaven.recipe.units import listed
 FACTOR = 4.0
 """A run is near if its size is within this factor of the model's. Other runs say little about lr and batch."""
 NEAREST = 3
-"""Smallest number of runs that vote. If fewer are near, others vote, too, so that no lineage decides alone."""
+"""At least this many runs vote, each from another lineage. If fewer are near, runs of other sizes vote, too."""
 EDGE = 1.5
-"""If fewer than `NEAREST` runs are near, weights fall to nearly 0 at this factor x the farthest run's size ratio."""
+"""If fewer than `NEAREST` runs are near: (size ratio at which weights are nearly 0) / (ratio of the farthest run)."""
 ALIKE = 2.0
-"""Shared experts and dense layers are chosen from published mixtures of experts that are similar to the model: their
-number of active experts, and their (all experts) / (active experts), are within this factor of the model's."""
+"""Shared experts and dense layers are chosen from similar published mixtures of experts. A mixture is similar if its
+experts per token, and its ratio of experts in a layer to experts per token, are within this factor of the model's."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
@@ -143,8 +143,7 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
     """Return the values ``by`` and exp(median of their logarithms). ``by`` maps each run or law to its value.
 
-    With ``weights``, this is a weighted median, interpolated linearly between the two logarithms around half of the
-    total weight.
+    With ``weights``, the median is weighted: it is interpolated to where the cumulative weight is half of the total.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)
@@ -176,8 +175,8 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs that vote, nearest in size first: all runs within a size ratio of `FACTOR`, or the
-        `NEAREST` nearest runs if fewer are within it."""
+        """Return the runs of :attr:`close`, nearest in size first. If they are fewer than `NEAREST`, return the
+        `NEAREST` runs that are nearest in size."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -206,7 +205,10 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the median in log space of the values ``by`` (by run id), weighted by :meth:`weights`."""
+        """Return the values ``by`` and their median in log space, weighted by :meth:`weights`.
+
+        ``by`` maps run ids to values.
+        """
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
@@ -216,9 +218,9 @@ class Neighbours:
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        The weight falls from 1 at the model's size to nearly 0 at the size ratio `FACTOR`. If fewer than `NEAREST`
-        runs are within `FACTOR`, it falls to nearly 0 at `EDGE` times the size ratio of the last of ``runs``. If no
-        run is within `FACTOR`, or if there is a reference run, all weights are 1.
+        The weight falls from 1 at the model's size to nearly 0 at the size ratio `FACTOR`, or at a larger ratio (see
+        `EDGE`) if fewer than `NEAREST` runs are near. If no run is near, or if there is a reference run, all weights
+        are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)

@@ -87,8 +87,8 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 TERMS: dict[str, list[str]] = _DATA["published"]
-"""{path of a value in a recipe: paths of the same value in a published run}. :func:`term` reads the first path of the
-run, or computes the value."""
+"""{path of a value in a recipe: paths of the same value in a published run}. Of the paths in a run, :func:`term`
+reads only the first. Some values are computed."""
 
 
 def read(source: Any, path: str) -> Any:

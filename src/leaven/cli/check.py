@@ -290,8 +290,8 @@ def duration(
         if (longer := recipe.data.tokens / recipe.base.tokens) != 1:
             factor = longer ** (recipe.scaling.token_exponent - changed.scaling.token_exponent)
             more[:0] = [
-                f"this recipe's run has {format_number(longer)} times the tokens of its base, so the new exponent "
-                f"changes its values, such as lr x{format_number(factor)}; see leaven show {quote(str(write))}"
+                f"the new exponent changes values of this recipe, such as lr x{format_number(factor)}, because the run "
+                f"has {format_number(longer)} times the tokens of the base; see leaven show {quote(str(write))}"
             ]
     elif write is not None:
         more = [f"{write} is not written, because no exponent with a 95% interval was measured; see the advice above"]

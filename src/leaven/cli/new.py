@@ -190,8 +190,8 @@ def _require_no_proxy(path: Path) -> None:
     """Raise InputError if ``path`` exists. Other commands would use it as a proxy, but the new recipe has none."""
     if path.exists():
         raise InputError(
-            f"{path} exists and would be used as the proxy of the new recipe, which has none; remove that file, or "
-            "give another name"
+            f"{path} exists and would be used as a proxy, but the new recipe has no proxy; remove that file, or give "
+            "another name"
         )
 
 

@@ -36,9 +36,9 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the commands to suggest after ``check coordinates`` passed.
 
-    If ``path`` is a proxy, or has a proxy that is not yet tuned, suggest ``tune``, otherwise ``train``. If this
-    machine is too small, suggest ``plan`` before ``tune``, or instead of ``train``. ``overrides`` apply only to
-    ``path``, so with them, its proxy is not tuned.
+    - If ``path`` is a proxy: the commands that tune it.
+    - If ``path`` has a proxy that is not yet tuned, and ``overrides`` is empty: the commands that tune the proxy.
+    - Otherwise: the command that trains ``path``, or plans it if this machine is too small.
     """
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
@@ -59,10 +59,9 @@ def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None
 
     - No row failed, and the check advises options: the same check with these options.
     - A row failed under a scaling rule other than complete-d-p: the same check with complete-d-p.
-    - Otherwise: a command that writes an HTML page about the check. The list is empty if such a page exists already,
-      at ``page``.
+    - Otherwise: a command that writes an HTML page about the check, or none if there is a ``page`` already.
 
-    ``run`` is the folder of the check, if it has one. The page is then a report on this folder.
+    ``run`` is the folder of the check, if it has one.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -212,8 +211,10 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: the recipe's own cluster, if :func:`known_cluster` finds one.
-    Otherwise, return enough GPUs for the recipe, of the kind in the target's cluster, or else `EXAMPLE_GPU`."""
+    """Return the recipe's cluster if :func:`known_cluster` finds one, or else enough GPUs to train the recipe.
+
+    The GPUs are those of the target's cluster, or `EXAMPLE_GPU` if the target has no known GPUs.
+    """
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
@@ -250,10 +251,9 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 
 def _quoted(word: str) -> str:
-    """Return ``word`` quoted for a shell.
+    """Return ``word`` quoted for a shell, as ``$'...'`` if it has control characters.
 
-    With control characters, it is quoted as ``$'...'``: leaven prints ESC as ``\\u001b``, which bash and zsh read
-    as ESC inside ``$'...'``.
+    leaven prints control characters as escapes such as ``\\u001b``, which bash and zsh decode only inside ``$'...'``.
     """
     if word.isprintable():
         return shlex.quote(word)

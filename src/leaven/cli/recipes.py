@@ -103,8 +103,8 @@ def nearest_runs(
     kind: Annotated[
         Kind,
         option(
-            "Only runs of models of this kind. With moe, the size of a --like recipe is the number of all its "
-            "parameters; otherwise, it is the number of parameters that a token uses."
+            "Only runs of models of this kind. A --like recipe with experts is compared by all its parameters with "
+            "--kind moe, and otherwise by the parameters that a token uses."
         ),
     ] = "dense",
     factor: Annotated[

@@ -302,10 +302,8 @@ def _study_of_recipe(
 ) -> "Study":
     """Return the study in which leaven's own trainer trains a recipe.
 
-    Check the arguments first, and then tokenise the recipe's text, which may take long.
-
-    If ``gpus`` is above 0 and the device is a CUDA GPU, leaven chooses how many trials a worker trains at once.
-    Otherwise, a worker trains at most ``stack`` trials at once, by default 1.
+    A worker trains at most ``stack`` trials at once, by default 1. If ``gpus`` is above 0, leaven chooses this number
+    for CUDA GPUs. The arguments are checked before the text is tokenised, which may take long.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable

@@ -48,10 +48,9 @@ def file_stamp(path: Path) -> FileStamp | None:
 def missing_shards(source: str, files: Iterable[Path], pattern: str = "*") -> Iterator[str]:
     """Yield a note if names such as train-00002-of-00003.parquet show that files are missing.
 
-    Files whose names differ only in the number (and in the hash after it) are one set, even in several folders. But
-    if two of these folders have a file with the same number, each folder is a set. Numbers begin at 0, or at 1 if
-    there is a file 00003-of-00003. A file counts as missing only if it does not exist and ``pattern`` matches its
-    name.
+    Such files may be in several folders. But if two folders have a file with the same number, each folder must have
+    all files. Numbers begin at 0, or at 1 if there is a file 00003-of-00003. Files whose names do not match
+    ``pattern`` may be missing.
     """
     sets: dict[tuple[str, str, str, str], dict[Path, set[int]]] = {}
     for path in files:

@@ -94,7 +94,7 @@ def source_parts(source: DataSource) -> SourceParts:
 
     Raises:
         InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
-            token ids; or if ``validation`` is set, and the source or the validation is text.
+            token ids. If ``source.validation`` is set, both sources must have token ids.
     """
     found = _parts(source)
     if source.validation is None:
@@ -123,7 +123,8 @@ def _parts(source: DataSource) -> SourceParts:
         if without and any(file.index for file in ids):
             raise InputError(
                 f"data.source {source.source!r}: {without[0]} has no .idx of Megatron-LM, unlike other files; bring "
-                "the .idx back, or make two sources: one of the files with .idx, and one of the others"
+                "the .idx back, or make two sources: the first with all files that have an .idx, the second with the "
+                "others"
             )
         return SourceParts(ids=ids, notes=notes)
     return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found), notes=notes)
@@ -144,11 +145,11 @@ def uses(parts: SourceParts) -> Iterator[tuple[TextPart | TokenPart, str]]:
 
 
 def refuse_repeated_files(sources: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if one source or two sources find the same file twice, for example through a symbolic link.
+    """Raise InputError if a file is found twice, by one source or by two. A symbolic link is the same file.
 
-    A document could otherwise be used for both training and validation. Two sources may share a file of token ids if
-    both have the same use for it, such as validation. Hard links count as different files, because some tools use
-    them for different documents with equal content.
+    A document could otherwise be used for both training and validation. The error is not raised if two sources share
+    a file of token ids, and both use it for training, or both for validation. Hard links count as different files,
+    because some tools use them for different documents with equal content.
     """
     found: dict[Path, tuple[Path, str, str]] = {}  # path, source and use of each file
     for source, parts in sources.items():
@@ -251,8 +252,8 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
         if part := next((part for part in pattern if "**" in part and part != "**"), None):
             inside = f"**/{re.sub('[*]+', '*', part)}"
             raise InputError(
-                f"data.source {source!r}: {part} finds no files in subfolders; write {inside} to include "
-                f"subfolders, or {inside[3:]} to leave them out"
+                f"data.source {source!r}: {part} does not search subfolders; write {inside} to search subfolders, "
+                f"too, or {inside[3:]} to search none"
             )
         try:
             paths = set(_matches(root, pattern, not_read)) if pattern and root.is_dir() else set[Path]()
@@ -292,8 +293,7 @@ def _matches(
     Unlike glob, raise OSError if a folder cannot be read, and InputError if a link has no target.
 
     Args:
-        not_read: receives empty folders, and pipes that match. It also receives folders that match, but only if
-            the pattern has no "**".
+        not_read: receives empty folders, matching pipes and, if the pattern has no "**", matching folders.
         above: folders that "**" has entered. They are not entered again, so a link to a parent folder does no harm.
     """
     name, rest = pattern[0], pattern[1:]

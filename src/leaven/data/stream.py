@@ -91,10 +91,10 @@ def _period(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the source of each sample in a period, its index in this source, and the samples per source.
 
-    The order of the sources repeats after each period. It follows Tijdeman 1980, "The chairman assignment problem":
-    for k sources and e = 1/(2k - 2), the number of samples from a source is always within 1 - e of its share of all
-    samples so far. The next sample comes from one of the sources that would otherwise be at least e samples below
-    their share: the one that would be the first to be 1 - e samples below.
+    The order of the sources repeats after each period. The number of samples from a source is always within 1 - e
+    of its share, where e = 1/(2k - 2) for k sources (Tijdeman 1980, "The chairman assignment problem"). Each sample
+    comes from a source that would fall at least e samples behind its share without this sample. If there are several
+    such sources, it comes from the source that would be the first to fall 1 - e samples behind.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -132,8 +132,8 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the shuffled position of each ``places[i]`` in epoch ``epochs[i]``. Positions are below ``size``.
-    An epoch's permutation is a Feistel network on Z_a x Z_b, with a x b >= ``size``. A result of ``size`` or
-    more passes through the network again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains")."""
+    An epoch's permutation is a Feistel network on Z_a x Z_b, with a x b >= ``size``. Positions outside the range pass
+    through the network again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains")."""
     a = isqrt(size - 1) + 1
     b = -(-size // a)
     key = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)

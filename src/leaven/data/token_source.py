@@ -102,8 +102,8 @@ class TokenReader:
         If a source has ``validation``, its own ids are all for training. If it has none, every file is divided into
         stretches (`STRETCHES`), and the end of each stretch is for validation, in whole documents if possible.
 
-        If the files of a source store where documents end, and have fewer than half as many end-of-text tokens as
-        documents, ``end_of_text`` is added after each document.
+        ``end_of_text`` is added after each document if fewer than half of a source's documents have an end-of-text
+        token. This needs files that store where documents end.
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but

@@ -68,7 +68,7 @@ class Encoder:
 
     @cached_property
     def end_of_text(self) -> int:
-        """Id of the end-of-text token: the first of :attr:`named_ends` that is a special token, or else the first.
+        """Id of the end-of-text token: the first special token in :attr:`named_ends`, or item 0 if none is special.
 
         For example, ``</s>`` is not a special token in Gemma's tokenizer: it is the HTML tag.
         """

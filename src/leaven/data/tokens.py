@@ -266,7 +266,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the cached file and the encoder of the tokenizer ``given``, or of one trained on ``corpora`` if None."""
+    """Return the cached file and the encoder of ``given`` or, if None, of a tokenizer trained on ``corpora``."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)

@@ -178,10 +178,10 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Add the router tallies of this step, summed over all processes, to ``tally``, and return it.
+        """Fill ``tally``, a tensor of zeros, with this step's router tallies over all processes, and return it.
 
-        ``tally`` has the shape (layers, experts + 1) and must be zero before. The last column becomes the balance
-        loss; the others become the number of tokens sent to each expert.
+        ``tally`` has the shape (layers, experts + 1). The last column becomes the balance loss; the others become the
+        number of tokens sent to each expert.
         """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
@@ -224,7 +224,7 @@ class ShardedModel:
             each.parameter.grad = each.local.grad = None
 
     def _set_communication(self, last: bool) -> None:
-        """Set what FSDP communicates after the next micro-batch, which is the step's last if ``last``."""
+        """Set what FSDP communicates after the next micro-batch. ``last``: it is the last micro-batch of the step."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]

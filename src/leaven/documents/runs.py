@@ -246,7 +246,7 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo. At the smallest width, the rules do not differ, and ``rule`` is complete-d-p."""
+    """A training run of the demo. At the smallest width, ``rule`` is complete-d-p, which changes nothing there."""
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int

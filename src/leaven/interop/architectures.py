@@ -157,9 +157,9 @@ class Architecture:
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
         """Return the factors in ``leaven's weight = factor x (stored weight + offset)``, by leaven's name.
 
-        Some architectures multiply the output of the embedding by a constant a, or the logits by a constant b. In
-        leaven, the embedding has the factor a, and the unembedding the factor b. With tied embeddings, the embedding
-        has the factor a, and the final norm the factor b / a. Factors of 1 are left out.
+        Some architectures multiply the output of the embedding by a constant a, or the logits by a constant b. leaven
+        multiplies the embedding's weights by a, and the unembedding's by b. If one matrix is both, it is multiplied
+        by a, and the gain of the final norm by b / a. Factors of 1 are left out.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = 1.0

@@ -83,8 +83,8 @@ def _named(config: Config) -> Architecture:
 def given_keys(architecture: Architecture, config: Config) -> Config:
     """Return a config.json with current key names. A missing or null key gets the architecture's default.
 
-    A null key of a size in `implied` or a value in ``_OPTIONAL`` is removed, without a default. Raise InputError if a
-    known key has a value of the wrong type, or if a key and its alias have different values.
+    Null keys for the window, the softcaps and the sizes in `implied` get no default. Raise InputError if a known key
+    has a value of the wrong type, or if a key and its alias have different values.
     """
     stated: Config = {}
     for key, value in config.items():

@@ -262,7 +262,7 @@ def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
     The model in memory does not change. ``options`` are passed to ``save_pretrained``. A model that is already in the
-    folder is replaced. This gives a warning, unless ``overwrite`` is true or several processes run.
+    folder is replaced. A warning says so, unless ``overwrite`` is true.
 
     Raises:
         InputError: if the model is not parametrized, has no ``save_pretrained`` or is sharded over processes, if a

@@ -355,8 +355,8 @@ class Classifier:
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
         """Raise InputError with the reason ``why`` and an example of how to classify the parameter.
 
-        The example shows the user's option ``modules`` with the given names or, without names, the option ``roles``
-        with the possible roles. If no role is possible, the message says so instead.
+        The example has the user's option ``modules`` with the names in ``modules``. If no names are given, it has the
+        option ``roles`` with the possible roles.
         """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])

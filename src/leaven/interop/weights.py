@@ -391,10 +391,10 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def start_cautions(recipe: Recipe, tokenizer: Path | None, end: int | None) -> list[str]:
-    """Return warnings if the model in [start] has matrices of zeros, other positions or longer sequences, or was
-    trained with other token ids than those of ``tokenizer``, or with other tokens around documents.
+    """Return warnings about differences between the recipe and the model in [start], and about matrices of zeros.
 
-    ``end`` is the id of the token that ends documents in training.
+    The model may have another rope_theta, longer sequences, other token ids than those of ``tokenizer``, or other
+    tokens around documents. ``end`` is the id of the token that ends documents in training.
     """
     if (folder := recipe.start.folder) is None:
         return []
@@ -436,11 +436,10 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 
 
 def ends_caution(folder: Path, tokenizer: Path, end: int) -> str | None:
-    """Return a warning if training ends documents with another token than the model in ``folder`` does, or leaves out
-    the token that the ``tokenizer`` puts before a text.
+    """Return a warning if training puts another token at the end of documents than the model in ``folder``, or no
+    token at their start where ``tokenizer`` puts one. Otherwise return None, also if a file cannot be read.
 
-    ``end`` is the id of the token that ends documents in training. Return None if a file cannot be read, or if
-    :func:`tokenizer_caution` returns a warning.
+    ``end`` is the id of the token that ends documents in training.
     """
     if tokenizer_caution(folder, tokenizer) is not None:
         return None
@@ -458,7 +457,7 @@ def ends_caution(folder: Path, tokenizer: Path, end: int) -> str | None:
         theirs = listed([given.id_to_token(id) or str(id) for id in known], "or")
         return (
             f"in training, documents end with {name}, but the model in {folder} ends texts with {theirs} "
-            f"(eos_token_id in its config.json); the trained model ends its texts with {name}"
+            f"(eos_token_id in its config.json); after training, the model ends texts with {name}"
         )
     first, plain = (given.encode("a", add_special_tokens=special).tokens[:1] for special in (True, False))
     if first and first not in (plain, [name]):

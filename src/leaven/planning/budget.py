@@ -130,9 +130,9 @@ def size_for_time(
         raise InputError(f"--time {time}: {error}") from None
 
     def sized(vocab_size: int) -> tuple[float, float, int | None, BudgetSpeed]:
-        """Return (parameters, tokens, text tokens, speed). The text is counted with a vocabulary of this size.
+        """Return (parameters, tokens, tokens in the text, speed) for a vocabulary of this size.
 
-        The text tokens are None, except if the text is too short for the full model.
+        The tokens in the text are None if there is no text, or if it is long enough for the size ``full``.
         """
         known = None if text_tokens is None else text_tokens(vocab_size)
         if known is None or full.tokens <= MOST_EPOCHS * known:

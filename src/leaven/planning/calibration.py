@@ -131,7 +131,7 @@ def history(on_fault: Callable[[str], None] = lambda fault: None) -> list[Calibr
         else:
             if skipped := read.skipped(path):
                 faults.append(
-                    f"{skipped}; the runs in the other lines still correct planned times; remove the damaged lines"
+                    f"{skipped}; the other lines are used to correct planned times; remove the damaged lines"
                 )
             for line in read.documents:
                 with suppress(ValidationError):

@@ -16,10 +16,10 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 
 
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the bytes/s that each rank of a group sends in a collective: ``LINK_SHARE`` of the bandwidth.
+    """Return the bytes/s that each rank of a group sends in a collective: ``LINK_SHARE`` of a peak bandwidth.
 
-    Inside a node, the bandwidth is that of the link, such as NVLink. Between nodes, the bandwidth is that of one NIC
-    times the group's ranks per node, but at most that of the link.
+    Inside a node, the peak is the bandwidth of the link, such as NVLink. Between nodes, it is the summed bandwidth of
+    the NICs of the group's ranks in one node, but at most the bandwidth of the link.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:
@@ -92,11 +92,11 @@ def send_once(
 
 @cache
 def reached(groups: int, experts: tuple[int, int], consecutive: bool = False) -> float:
-    """Return to how many of ``groups`` groups, such as ranks, a token is sent on average.
+    """Return the mean number of groups, such as ranks, that a token is sent to, out of ``groups``.
 
-    Each group has the same number of experts. ``experts`` is (experts in total, experts per token). The experts of a
-    token are random or, with ``consecutive``, consecutive: the first one of token i is i x (experts per token),
-    modulo their total number.
+    Each group has the same number of experts. ``experts`` is (experts in total, experts per token). A token uses
+    random experts. With ``consecutive``, token i instead uses consecutive experts, from number
+    i x (experts per token) on, modulo the experts in total.
     """
     number, used = experts
     each = max(1, number // groups)

@@ -134,9 +134,9 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``wanted`` name the accelerator whose name has the words ``own``.
+    """Return whether the words ``wanted`` name the accelerator with the words ``own``.
 
-    The word SXM in ``wanted`` is ignored, unless ``own`` has PCIE or NVL.
+    For example, H100 SXM names H100-SXM-80GB and H100-96GB, but not H100-PCIe-80GB.
     """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
@@ -158,7 +158,7 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs a run needs to fit into memory and to take at most 30 days. Return a power of two.
 
-    More GPUs than a batch has sequences are used only for memory, so a run with a small batch may take longer.
+    A run with a small batch may take longer: to save time, each GPU must have at least one sequence of the batch.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

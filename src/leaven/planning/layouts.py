@@ -179,10 +179,9 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The fastest layout that fits but that leaven cannot train, or None if it is not worth mentioning.
+        """The fastest layout that fits but that leaven cannot train, if it is over 2% faster than ``choices[0]``.
 
-        It is worth mentioning if ``choices`` is empty, or if it is more than 2% faster than ``choices[0]``. If
-        ``job.by_leaven`` is false, return None, because ``choices`` then has such layouts, too.
+        If ``choices`` is empty, any speed is enough. None if there is no such layout, or ``job.by_leaven`` is false.
         """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:

@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The memory of a rank in bytes, and its activations in bytes per token, for any micro-batch size."""
+    """The memory of a rank, for any micro-batch size: activations in bytes per token, everything else in bytes."""
 
     weights: float
     grads: float
@@ -265,7 +265,8 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator. Their sum is ``stage_memory(...).activations``.
 
-    With recomputation, one key, ``kept``, replaces the operators of blocks. The key ``elsewhere`` has the rest.
+    With recomputation, the operators of blocks have only one key, ``kept``. All other activations have the key
+    ``elsewhere``.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

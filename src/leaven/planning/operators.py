@@ -146,8 +146,8 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return one operator for matrix products that have the same input. Of routed experts, at most
-    ``code.experts_at_once`` run at the same time."""
+    """Return one operator for matrix products that have the same input. Routed experts run in turns of at most
+    ``code.experts_at_once``."""
     first, dtype = rows[0], code.products
     whole = first.routed and code.whole_experts
     tp, ranks = (1, work.ep * work.tp) if whole else (work.tp, work.ep)
@@ -167,7 +167,7 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 
 
 def _eager(block: BlockTable, work: Work, code: TrainingCode) -> Factors:
-    """Return the entries of ``code.moved`` (bytes read and written, by width) for kernels that are not compiled."""
+    """Return the entries of ``code.moved`` (bytes read and written) for kernels that are not compiled."""
     routed = any(row.routed for row in block.matmuls)
     if not work.fused or (routed and code.breaks_graphs):
         return code.moved

@@ -80,10 +80,12 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The user's ``layout`` with its best micro-batch size. If it is None, the fastest layout that fits.
+        """The user's ``layout`` with its best micro-batch size, even if it needs too much memory.
 
-        The user's layout may need too much memory. Raise InputError if it is impossible, or if it is None and no
-        layout fits.
+        If ``layout`` is None, the fastest layout that fits.
+
+        Raises:
+            InputError: if ``layout`` is impossible, or is None and no layout fits.
         """
         if self.layout is None:
             if not self.exploration.layouts:
@@ -139,7 +141,7 @@ class ClusterPlan:
         if device.name != "cpu" and mask_bytes(blueprint(self.job.model), chosen.arrangement, 0, self.job.code):
             found.append(
                 "the time is optimistic: with isolated documents, ALiBi or windows, torch does not use flash "
-                "attention; the speed of its other kernels is not known, so the plan assumes that of flash attention"
+                "attention, but the plan assumes its speed"
             )
         if thin_pipeline(chosen.arrangement):
             pp = chosen.arrangement.layout.pp

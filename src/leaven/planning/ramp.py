@@ -143,10 +143,10 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the increment of a batch ramp: the smallest that divides ``sequences`` into at most 64 equal parts.
+    """Return the increment of a batch ramp: the smallest multiple of a unit that divides ``sequences`` into at most
+    64 equal parts.
 
-    The increment is a multiple of dp x ``micro_batch`` if this product divides ``sequences`` into at least 8 equal
-    parts. Otherwise, it is a multiple of dp.
+    The unit is dp x ``micro_batch`` if this product divides ``sequences`` into at least 8 equal parts, otherwise dp.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -154,9 +154,9 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start``, and a point for the full batch, for half of it, a quarter and so on, sorted by batch.
+    """Return ``start``, and points for the full batch, half of it, a quarter and so on, sorted by batch.
 
-    Each of these points is the first in ``starts`` with at least this batch. ``starts`` is sorted by batch.
+    The point for a batch size is the first in ``starts`` with at least this size. ``starts`` is sorted by batch.
     """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
@@ -250,13 +250,13 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
         why = "none: the full batch is one sequence, and no batch is smaller"
     elif not later:
         why = (
-            f"none: the full batch of {full} tokens is at most {allowed}, even at the first measurement used (at "
-            f"{format_quantity(fit.from_tokens)} tokens)"
+            f"none: the full batch of {full} tokens is at most {allowed} from the start (the first measurement used "
+            f"is at {format_quantity(fit.from_tokens)} tokens)"
         )
     else:
         why = (
             f"each stage begins where its batch is {allowed}; the run has {steps:,} steps instead of {full_steps:,}, "
-            f"and needs about {1 + multiple:g} times as many tokens for its loss as with very small batches"
+            f"and needs about {1 + multiple:g} times as many tokens as with very small batches for the same loss"
         )
         listed = ", ".join(f"{{from_tokens={start},tokens={size}}}" for start, size in stages)
         settings = [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{listed}]"]

@@ -64,8 +64,8 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
     In GPipe, all forward passes come first. In other schedules, a rank first runs some forward passes (the
     first rank runs the most), then alternates forward and backward passes. A zero-bubble schedule splits each
-    backward pass into an ``input`` and a ``weight`` pass. Rank r runs a ``weight`` pass after the next r ``input``
-    passes, so ranks with equal stages end together.
+    backward pass into an ``input`` and a ``weight`` pass. On rank r, ``weight`` passes lag r micro-batches behind
+    ``input`` passes: the ``weight`` pass of micro-batch 0 follows the ``input`` pass of micro-batch r.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches

@@ -313,10 +313,8 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of ``collective`` for the rank's parameters: dense ones (``blocks``) and experts.
-
-        ``of_each`` is the number of bytes per parameter.
-        """
+        """Return the seconds of ``collective`` for the blocks and experts of a rank, at ``of_each`` bytes per
+        parameter."""
         of_blocks = collective(of_each * blocks, shard, tp, accelerator, messages)
         of_experts = collective(of_each * held.experts, expert_shard, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)

@@ -17,10 +17,10 @@ Factors = tuple[tuple[str, tuple[float, float]], ...]
 def traced(
     block: BlockTable, d_model: int, factors: Factors, *, tp: int, ep: int, split_sequence: bool
 ) -> tuple[float, float]:
-    """Return two sums over the widths of a block on one rank: width x first factor, and width x second factor.
+    """Return the sum of width x first factor and the sum of width x second factor, for one block on one rank.
 
-    Widths without factors are left out. ``tp`` ranks split heads and hidden widths. With ``split_sequence``, they
-    also split the tokens of the residual stream, so its width counts as d_model / tp.
+    ``factors``: (name of a width, (first factor, second factor)). ``tp`` ranks split heads and hidden widths. With
+    ``split_sequence``, they also split the tokens of the residual stream, so its width counts as d_model / tp.
     """
     widths = _widths(block, d_model / tp if split_sequence else d_model, tp, ep)
     first = sum(widths.get(name, 0.0) * both[0] for name, both in factors)

@@ -205,7 +205,7 @@ def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[Sta
     adam = f"Adam's means of the gradient and of its square, {moments / 2:g} bytes each"
     found = (
         ("weights", params, code.weights, f"the model's parameters, {_DTYPES.get(code.weights, 'bytes')}"),
-        ("gradients", params, code.grads, "one for every weight, until the update"),
+        ("gradients", params, code.grads, "one for every weight, kept until the update"),
         ("accumulation", params, code.accumulation, "the sum of gradients over micro-batches, stored separately"),
         ("master weights", params, code.master, master),
         ("momentum of matrices", lean, of_matrices, "Muon's mean of the gradient"),

@@ -208,8 +208,9 @@ def render(recipe: Recipe, template: str = "") -> str:
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
     """Return ``rows``, a value of a recipe. If it is a list of tables, leave out the keys with default values.
 
-    ``own`` is ``rows`` without these keys. ``stated`` is the value in the template of :func:`render`. The keys in
-    ``stated`` are kept if it has as many tables as ``rows``.
+    Args:
+        own: ``rows`` without default values.
+        stated: the value in the template of :func:`render`. If it has as many tables as ``rows``, its keys are kept.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows

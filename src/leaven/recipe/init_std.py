@@ -1,9 +1,8 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
 A recipe that names an init has no ``init_std``. The recipe's multipliers for modules and for depth still apply.
-``mitchell`` and the unembedding of ``depth-scaled`` truncate the normal distribution at 3 sigma. leaven
-does not truncate, which changes the std by at most 1.4%. :data:`COMPARED` has further inits, for
-comparison only.
+leaven never truncates the normal distribution. The published ``mitchell`` and ``depth-scaled`` (unembedding only) are
+truncated at 3 sigma, which changes the std by 1.4%. :data:`COMPARED` has further inits, for comparison only.
 """
 
 import math
@@ -207,8 +206,8 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     instead = 'set scaling.rule = "standard", or init = "rule" and an init_std for the base model'
     if wider:
         raise ValueError(
-            f'init = "{init}" itself sets the std for every width, but rule {rule} would also scale this std, '
-            f"because base and model differ in width; {instead}"
+            f'base and model differ in width: init = "{init}" itself sets the std for every width, but rule {rule} '
+            f"would also scale this std; {instead}"
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(

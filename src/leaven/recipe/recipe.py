@@ -162,8 +162,8 @@ def _both_sides(value: Any) -> Any:
     low, high = value
     if isinstance(low, int | float) and isinstance(high, int | float) and not low < 0 < high:
         raise ValueError(
-            f"the range {low:g} to {high:g} octaves must have values on both sides of 0, the recipe's own value; "
-            "give a first number below 0 and a second number above 0"
+            f"the range {low:g} to {high:g} octaves must begin below 0 (the recipe's own value) and end above 0; "
+            "write for example [-1, 3]"
         )
     return (low, high)
 

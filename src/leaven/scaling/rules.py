@@ -70,13 +70,13 @@ depth, batch and tokens together, so the cells are derived here:
 - Depth. The size of a step does not depend on the gradient's size, as with Adam. Each of L blocks changes the stream
   by L^-alpha x lr, in the same direction. So the sum is constant if lr is proportional to L^(alpha-1), as for Adam.
   The code of 2512.05620 has this lr with alpha = 1, and the code of arXiv 2603.28743 with alpha = 1/2.
-- Batch and tokens. Suppose that most of the momentum is noise. However large the momentum is, a step has the norm of
-  the orthogonal matrix. So the noise in a step always has this norm, and the signal in a step is inversely
-  proportional to the noise of the momentum. A momentum that averages w steps of batch B has noise proportional to 1 /
-  sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a weight by lr sqrt(K w), and signal
-  by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is proportional to B^1/2 D^-t. If w grew
-  with K, as Adam's half-lives do, the lr would have to change as B / D. So the rule does not change the momentum.
-  Published runs also use one value, 0.95. According to their abstracts, 2603.15958 finds several pairs of momentum
+- Batch and tokens. Suppose that the momentum averages w steps of batch B, and that most of it is noise. Muon divides
+  the momentum by its size, so the noise in a step always has the same size, and the signal in a step is proportional
+  to the signal-to-noise ratio, sqrt(w B). The momentum repeats the same noise for w steps. So over K steps, noise
+  moves a weight by lr sqrt(K w), and signal by K lr sqrt(w B). With constant w these are the equations of Adam, and
+  lr is proportional to B^1/2 D^-t. If w grew with K, as Adam's half-lives do, the lr would have to change as B / D.
+  So the rule does not change w, that is, the decay rate ``muon.momentum``.
+  Published runs also use one rate, 0.95. According to their abstracts, 2603.15958 finds several pairs of momentum
   and batch equally good, and 2510.03871 finds Adam's rules for Scion. 2603.28743 has D^-0.32 (set
   ``token_exponent``).
 - Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell. In 2512.05620, lr x
@@ -334,7 +334,7 @@ COMPLETE_D_P = Rule(
             **_rows("O^-1 L^-alpha", f"{_T1}AdamW eps: Hidden weights/biases/norms", *_BLOCK),
             **_rows(
                 "O^-1 L^-alpha",
-                f"{_T1}AdamW eps: QK norms (m_L^-alpha); O^-1 derived (it is 1 if the head dimension is fixed)",
+                f"{_T1}AdamW eps: QK norms (m_L^-alpha); derived: O^-1, which is 1 if the head dimension is fixed",
                 Role.QK_NORM,
             ),
             **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
@@ -344,12 +344,12 @@ COMPLETE_D_P = Rule(
             **_rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", *_READOUT),
             **_rows(
                 "O^-1",
-                "measured: gradient proportional to width^-1.05 (init), width^-0.91 (step 150); Table 1 has 1",
+                "measured: gradient proportional to width^-1.05 (init), width^-0.91 (step 150); Table 1 has no O^-1",
                 Role.FINAL_NORM,
             ),
             **_rows(
                 "O^-1",
-                "derived: same as the final norm's gain, whose gradient is the bias's times an activation of RMS 1",
+                "derived: same as the final norm's gain, whose gradient is the bias gradient times RMS-1 activations",
                 Role.FINAL_BIAS,
             ),
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),

@@ -109,7 +109,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the rows of all parameters with AdamW's values, then those of Muon's matrices with Muon's values."""
+    """Return a row with AdamW's values for each parameter, then a row with Muon's values for each matrix of Muon."""
     by_muon = parameter_table(recipe).rows if recipe.hyperparameters.muon else ()
     return (*parameter_table(recipe.without_muon).rows, *(row for row in by_muon if row.match))
 

@@ -147,8 +147,11 @@ def _written(value: Any) -> str:
 
 
 def unlike_training(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return warnings if values of ``before`` may not suit ``after``: their means of lr / peak lr differ by more than
-    `MEAN_LR_FACTOR`, their ``data.documents`` or dropout differ, or only one of them has start weights."""
+    """Return a warning for each difference between two recipes that may change the best values.
+
+    The differences are: the mean of lr / peak lr (by more than the factor `MEAN_LR_FACTOR`), ``data.documents``,
+    dropout, and start weights in only one recipe.
+    """
     found = _unlike_schedule(before, after)
     if before.data.documents != after.data.documents:
         found.append(_caution("documents", 1, 0, there=before.data.documents, here=after.data.documents))
@@ -190,8 +193,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Yield a warning for each ratio to the base (width, depth, batch, tokens) that is outside its tested range.
 
-    The tests of the batch kept the number of tokens, so they also changed the number of steps. The batch gives no
-    warning if its ratio or the ratio of the steps was tested.
+    The batch gives a warning only if the ratio of steps is outside, too. The tests kept the number of tokens, so a
+    batch ratio of 4 was tested with a step ratio of 1/4.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -290,8 +293,8 @@ def _betas(table: ParameterTable) -> Iterator[CautionRow]:
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
-    The ratio L2 gradient / loss gradient then grows as width^1.5 (measured, widths 64 to 512). No coordinate
-    check shows this (microsoft/mup, PR 73).
+    With a changed decay, the ratio L2 gradient / loss gradient grows as width^1.5 (measured, widths 64 to 512). No
+    coordinate check shows this (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return

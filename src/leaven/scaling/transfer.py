@@ -199,7 +199,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def taken_paths(tuned: Recipe, target: Recipe) -> set[str]:
-    """Return the paths of the values that :func:`transfer_like` takes from ``tuned`` because of a study."""
+    """Return the paths of the values in ``tuned`` that come from a study. :func:`transfer_like` uses them."""
     searched = searched_paths(tuned)
     # If a study has found the decay wsd, its trials had this cooldown, which has no effect in other decays.
     cooldown = "schedule.decay" in searched and tuned.schedule.decay == "wsd" != target.schedule.decay
@@ -207,7 +207,7 @@ def taken_paths(tuned: Recipe, target: Recipe) -> set[str]:
 
 
 def _moved_reason(tuned: Recipe, path: str, factor: float, target: Recipe | None = None) -> str:
-    """Return the reason for the tokens at ``path``, which a study chose and a transfer multiplied by ``factor``."""
+    """Return the reason for the value at ``path``, which a study chose and a transfer multiplied by ``factor``."""
     start = None
     with suppress(InputError):  # a reason without the start is refused where the start is used
         start = round(study_start(tuned, path, target) * factor) if path in _SEARCHED_COUNTS else None
@@ -216,13 +216,11 @@ def _moved_reason(tuned: Recipe, path: str, factor: float, target: Recipe | None
 
 
 def study_start(tuned: Recipe, path: str, target: Recipe | None = None) -> int:
-    """Return the number of tokens at which the study of batch.tokens or data.tokens (``path``) began.
+    """Return batch.tokens or data.tokens (``path``) at the start of the study that chose its value in ``tuned``.
 
-    The number is for the size of ``tuned``. If no study chose the value at ``path``, return the value. Raise
-    InputError if its reason in ``tuned.why`` does not contain the number.
-
-    If a study began at the result of an earlier study, return the start of the first one. But return the start of the
-    last one if a study also chose the value of ``target``.
+    If no study chose the value, return it. After several studies, return the start of the first study,
+    or of the last study if a study also chose the value in ``target``. Raise InputError if the reason in
+    ``tuned.why`` does not contain the start.
     """
     why, value = tuned.why.get(path, ""), int(read(tuned, path))
     if path not in searched_paths(tuned):
@@ -268,10 +266,9 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return a table ``[scaling.base]`` with which a recipe of the shape ``target`` has the same base as ``recipe``.
+    """Return the table ``[scaling.base]`` that gives a recipe of the shape ``target`` the base of ``recipe``.
 
-    If ``target`` scaled to the width and depth of the base has the base's d_ff, d_head and n_kv_heads, the table
-    leaves these out.
+    The table has no d_ff, d_head and n_kv_heads if scaling ``target`` to the base's width and depth gives them.
     """
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
@@ -342,8 +339,10 @@ def _increments(sequences: int, share: float, increments: int) -> tuple[int, int
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reasons of ``after`` by path: those of the section ``hyperparameters``, of gradient clipping and of
-    the base, and those of all changed values that have a template in ``messages.toml``."""
+    """Return {path: reason} for the changed values of ``after`` that have a template in ``messages.toml``.
+
+    The section ``hyperparameters``, gradient clipping and the base are always included.
+    """
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

@@ -227,15 +227,13 @@ def read_checkpoint(
     """Return (checkpoint, damaged). ``checkpoint`` is the newest undamaged checkpoint that no rewind has
     undone, or None. ``damaged`` has the paths of newer damaged checkpoints.
 
-    Each process of ``group`` verifies a share of the files. All processes get the same result.
+    Each process of ``group`` verifies a share of the files. All processes get the same result. A checkpoint that a
+    training run removes meanwhile does not count as damaged.
 
     Args:
         rewinds: the run's rewinds, the same on all processes.
         tokens: if given, consider only the checkpoint at this token count.
         recipe: if given, a checkpoint must have exactly the parameters of this recipe, or it counts as damaged.
-
-    If a checkpoint cannot be used and the list of checkpoints has changed meanwhile, list and read again: a training
-    run removes old checkpoints, and a removed checkpoint is not damaged.
 
     Raises:
         InputError: if reading fails for a reason other than damage, for example missing permissions, or if
@@ -481,9 +479,9 @@ class CheckpointManager:
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
         """Prepare the folder to continue from ``after_tokens``. Call :meth:`outcome` first.
 
-        Rename the ``damaged`` checkpoints. Remove unfinished checkpoints, and checkpoints after ``after_tokens`` that
-        one of the ``rewinds`` has undone. If there is any other checkpoint after ``after_tokens``, change nothing and
-        raise InputError on all processes.
+        Raise InputError on all processes, before any change, if a checkpoint after ``after_tokens`` is neither
+        ``damaged`` nor undone by one of the ``rewinds``. Otherwise, rename the damaged checkpoints, and remove the
+        unfinished ones and the undone ones after ``after_tokens``.
         """
         self._group.barrier()
         new: Path | None = None

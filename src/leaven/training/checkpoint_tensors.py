@@ -110,10 +110,10 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Raise ValueError if a block is in none of ``files``, or if a tensor's blocks do not form the whole tensor.
+        """Raise ValueError if a recorded shape, offset or dtype is invalid, if a block is in none of ``files``, or if
+        a tensor's blocks do not form the whole tensor.
 
-        Also raise it if a recorded shape, offset or dtype is invalid, or if a block in one of the files ``headers``
-        does not have the recorded dtype and shape.
+        ``headers`` are the files to open: the dtypes and shapes of their blocks must be the recorded ones.
         """
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():

@@ -111,8 +111,8 @@ FIRST = 0.25  # no trial is pruned before this share of the run is done
 MARGIN = 1.0  # a trial may be behind by this many times the amount by which the baseline's loss still falls
 LEAST = 8.0  # a trial may be behind by this many standard deviations of the loss between seeds
 CATCHES_UP = 1.5
-"""A trial is expected to close half of its gap to the baseline if the gap is this many times the amount by which the
-baseline's loss still falls."""
+"""If a trial is g nats behind the baseline, and the baseline's loss still falls by r nats, the trial is expected to
+end g^2 / (g + `CATCHES_UP` r) nats behind the baseline."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
@@ -125,8 +125,8 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """Estimate the final validation loss that a pruned trial would have reached. A trial is expected to close only
-    part of its gap to the baseline: a smaller share of a larger gap."""
+    """Estimate the final validation loss that a pruned trial would have reached. It would have closed part of its gap
+    to the baseline. The larger the gap, the smaller this part (see :data:`CATCHES_UP`)."""
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 

@@ -289,8 +289,8 @@ class Training:
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
         """Yield the first ``count`` of ``windows`` in micro-batches. ``sequences`` is the number over all processes.
 
-        Every process has the same number of micro-batches, all of the same size. Missing windows are copies of the
-        first one, and do not count in the loss.
+        All processes have equally many micro-batches of the same size. To fill them, the first window is repeated;
+        the copies do not count in the loss.
         """
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))

@@ -149,9 +149,9 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether events.jsonl and the newest checkpoint contradict each other about a rewind.
+    """Return whether a rewind differs between events.jsonl and the newest checkpoint.
 
-    A rewind that is missing in one of them is no contradiction.
+    Rewinds that only one of the two records are ignored.
     """
     saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
@@ -288,8 +288,8 @@ _CURVES_BEGIN = 128  # bytes; a file of TensorBoard without a step has two recor
 
 
 def progress(run: RunFolder) -> str | None:
-    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None. Such a
-    run has had a checkpoint, because the first one is saved before the first step."""
+    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None. A run
+    saves a checkpoint before its first step, so a run that has trained must have one."""
     if saved := saved_checkpoints(run):
         return f"{run.events_file.name} says that the run has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
@@ -351,10 +351,10 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: Sequence[int], found: int) -> str | None:
-    """Return the name of the last checkpoint in ``saved`` if it has more than ``found`` tokens, else None.
+    """Return the name of a run's last saved checkpoint if it is newer than the checkpoint that was found, else None.
 
-    Get ``saved`` from :func:`saved_checkpoints` before you read the checkpoint at ``found`` tokens. A checkpoint that
-    the run saves in between is not missing.
+    ``saved``: the result of :func:`saved_checkpoints`. Call it before you look for a checkpoint: otherwise, a
+    checkpoint that the run saves in between counts as missing. ``found``: the tokens of the found checkpoint.
     """
     return checkpoint_name(saved[-1]) if saved and saved[-1] > found else None
 
@@ -389,9 +389,9 @@ def _torchrun_mark() -> Path | None:
 def changed_since(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str, str]:
     """Return {file or folder name: what has changed} for the files that a run wrote.
 
-    The files are compared with digests in ``finish``, the run's ``finish`` event, and in the state of the newest
-    checkpoint. A file that cannot be read counts as changed. The checkpoints of a finished run count as changed if
-    the last one is missing and others exist.
+    The files are compared with the digests in the newest checkpoint and in ``finish`` (the run's ``finish`` event). A
+    file that cannot be read counts as changed. The checkpoints of a finished run count as changed if the last one is
+    missing and others exist.
     """
     found: dict[str, str | None] = {}
     state, finish = newest_state(run), finish or {}
@@ -434,8 +434,8 @@ def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
     """Return (file name, what was changed) for the ``file_changed`` events of a run, the newest first.
 
     :func:`changed_since` does not find these changes, because a resumed run computes new digests. A change of
-    metrics.jsonl is left out if the run was later rewound to fewer tokens than those at which the change was found.
-    Such a rewind compares the remaining lines with the checkpoint's digest, and the run writes the others again.
+    metrics.jsonl found at 5 M tokens is left out after a rewind to 4 M: the rewind verifies the lines up to 4 M, and
+    the run writes new lines after them.
     """
     found: list[tuple[int, str, str]] = []  # tokens at which a change was found, file, change
     for event in run.read_events():

@@ -107,7 +107,7 @@ class Loop:
         return self._pass_on(started)
 
     def rewound(self) -> None:
-        """Tell the loop that a callback has rewound the run. The result of a started step will not be read."""
+        """Tell the loop that a callback rewinds the run. If the next step has already started, drop its result."""
         self._unread, self._rewound = None, True
 
     def _pass_on(self, started: Callable[[], StepResult] | None) -> bool:

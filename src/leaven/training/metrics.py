@@ -344,9 +344,8 @@ class TensorBoard:
 class Tracker:
     """Writes scalars to W&B or trackio, which have the same interface. A resumed run continues its curves.
 
-    W&B ignores values at an earlier step than the last one. So steps that are trained again, after a rewind or a
-    kill, get later numbers, and the x axis is the number of tokens. trackio needs no later numbers: it keeps both
-    points of such a step.
+    After a rewind or a kill, steps are trained again, but W&B ignores a step that is smaller than its last one. So in
+    W&B these steps get larger numbers, and the x axis is the number of tokens.
     """
 
     def __init__(self, module: Any, run: "RunFolder", recipe: Recipe) -> None:

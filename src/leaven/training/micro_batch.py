@@ -50,8 +50,8 @@ ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
 over four shapes (docs/log.md), and include copies and, with autocast, a residual stream and norms in fp32."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
-"""A size is tried only if it needs at most this share of the free memory by the planner's formula. On a CPU and on
-mps, too large a size may crash the process or the system. CUDA only raises an error, so the share is above 1."""
+"""Largest (memory that a micro-batch needs by the planner's formula) / (free memory). It is above 1 on CUDA, where
+running out of memory only raises an error. On a CPU and on mps, this may crash the process or the system."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
     """Return ``recipe``. If its micro-batch is "auto" and ``run`` has started, use the micro-batch of ``run``.
 
-    Another micro-batch would change the last bits of the loss. If it is too large for a pipeline, it is reduced.
+    A different micro-batch would change the last bits of the loss. But if the micro-batch of ``run`` is too large for
+    the pipeline of ``recipe``, it is reduced.
     """
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe

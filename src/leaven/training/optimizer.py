@@ -122,8 +122,11 @@ class Clipper:
         return cls(clip.limit or torch.inf, model, parts, running, table.beta2)
 
     def unscale_and_clip(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
-        """Divide the gradients by ``scale`` and clip them. Return the global norm before clipping. As in torch,
-        gradients above the limit are multiplied by limit / (norm + 1e-6)."""
+        """Divide the gradients by ``scale`` and clip them. Return the global norm before clipping.
+
+        If a norm is above the limit, its gradients are multiplied by limit / (norm + 1e-6), as in torch. ``ramp`` has
+        the factors for the current batch of a batch ramp.
+        """
         parameters = self.model.local_parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         assert len(gradients) == len(parameters)

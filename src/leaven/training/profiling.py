@@ -270,7 +270,7 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
     """Return the recipe changed to run short steps on one device, and the arrangement of these steps.
 
-    A step has two forward passes. It has one if the batch is too small for two, or if two would take too long.
+    A step has two micro-batches, or only one if the batch is too small or two would take too long.
     """
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)

@@ -158,10 +158,9 @@ def text_left_out(run: RunFolder) -> str | None:
 
 
 def _values_used(events: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, Any]]]:
-    """Return the values that the weights of a run were trained with, for each value that rewinds changed.
+    """Return {path in the recipe: [(tokens from which a value was used, value), ...]} for paths that rewinds changed.
 
-    A list has (tokens from which a value was used, value). Steps that a later rewind has undone do not count, so a
-    list may have only one value.
+    Values used only in steps that a later rewind has undone are left out.
     """
     found: dict[str, list[tuple[int, Any]]] = {}
     for event in events:

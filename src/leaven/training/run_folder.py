@@ -163,9 +163,9 @@ class RunFolder:
     def recipe(self) -> Recipe:
         """Return the recipe with which the run trains now.
 
-        This is the recipe of the last event that changed it (a manual rewind, or a new layout or micro-batch), with
-        the paths of the text and the tokenizer from recipe.toml, if that file exists. Without such an event, this is
-        recipe.toml.
+        A manual rewind, or a new layout or micro-batch, records a changed recipe in events.jsonl. Return the last
+        recorded recipe, or recipe.toml if there is none. The paths of the text and the tokenizer are always those in
+        recipe.toml, if it exists.
         """
         change = self.last_change()
         if change is None:
@@ -245,11 +245,11 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
-        """Raise InputError if ``checkpoints`` is a link to the folder of another run or study.
+        """Raise InputError if ``checkpoints`` is a link to a folder that another run or study uses.
 
-        A copy of a run by ``cp -r`` has such a link, because ``cp`` copies the link and not the folder. The file
-        ``OWNER`` in the folder has the path of the run or study that uses the folder. With ``rewinds``, the caller
-        will delete checkpoints, so also raise InputError for a link to checkpoints without this file.
+        For example, ``cp -r`` of a run whose ``checkpoints`` is a link copies only the link. The file ``OWNER`` in
+        the folder has the path of the run or study that uses it. With ``rewinds``, also raise InputError for a link
+        to checkpoints without this file, because a rewind deletes checkpoints.
         """
         owner = self._owner()
         unknown = owner is None and rewinds and bool(checkpoints(self.checkpoints))
@@ -305,7 +305,7 @@ class RunFolder:
     def read_metrics(self) -> storage.JsonLines:
         """Return the lines of :meth:`metrics`, and the line numbers of damaged lines.
 
-        A line is left out if the next line has a smaller step, because its step number may have been changed.
+        A line whose step is larger than the next line's is left out, because this step may be damaged.
         """
         read = _read(self.metrics_file)
         lines = [line for line in read.documents if isinstance(line.get("step"), int)]

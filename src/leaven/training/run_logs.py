@@ -52,9 +52,10 @@ class EventFile:
 def read_event_file(file: Path, tag: str) -> EventFile:
     """Return all tags of a TensorBoard event file, and the values of ``tag``.
 
-    If a tensor is not a scalar, its value is a text with its shape. A file counts as written by ``add_hparams`` if it
-    begins with a description of the experiment, and has only results that the description names, each once. Such a
-    file has ``left_out`` set if ``tag`` does not begin with hparam/.
+    If a tensor is not a scalar, its value is a text with its shape.
+
+    A file of ``add_hparams`` begins with a description of an experiment. The description names all results in the
+    file, and each result is there once. ``left_out`` is true for such a file if ``tag`` does not begin with hparam/.
 
     Raises:
         LogDamaged: if a record is damaged.
@@ -92,7 +93,7 @@ def read_event_files(files: Iterable[Path], tag: str) -> list[EventFile]:
 
 
 def is_only_result(folder: Path, tag: str) -> bool:
-    """Return whether a TensorBoard file with ``tag`` in or below ``folder`` is ignored (``EventFile.left_out``)."""
+    """Return whether an ignored TensorBoard file (``EventFile.left_out``) in or below ``folder`` has ``tag``."""
     files = (read_event_file(file, tag) for file in folder.rglob(f"*{EVENTS}*"))
     return any(file.left_out and file.points for file in files)
 

@@ -376,8 +376,7 @@ class TrialStack:
     def evaluate(self, recipe: Recipe) -> list[float]:
         """Return the validation loss of each trial, in nats per token, over ``recipe.evaluation.tokens`` tokens.
 
-        The batch has the size of training batches and the parameters require gradients. So the compiled code is
-        reused.
+        To reuse the compiled code, batches have the size of training batches, and the parameters require gradients.
         """
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)

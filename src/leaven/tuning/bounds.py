@@ -43,12 +43,12 @@ BOUNDS = {
     "hyperparameters.muon.lr": Bounds(
         1e-5, 1.0, 3.0, 1.0, 'usual: with match = "spectral" 0.02, with match = "adamw_rms" the lr of AdamW'
     ),
-    "momentum": Bounds(0.5, 0.999, 2.0, 2.0, "half-lives of 1 to 693 steps; published: 0.95"),
+    "momentum": Bounds(0.5, 0.999, 2.0, 2.0, "half-lives of 1 to 693 steps; published momentum: 0.95"),
     "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1; the bounds are 100 times lower and higher"),
     "beta1": Bounds(
-        *_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9; in leaven's benchmarks: 0.53"
+        *_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published beta1: 0.9; leaven's benchmarks: 0.53"
     ),
-    "beta2": Bounds(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
+    "beta2": Bounds(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published beta2: 0.95 to 0.999"),
     "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it matters only where gradients are that small"),
     "warmup_tokens": Bounds(
         0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)

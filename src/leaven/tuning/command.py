@@ -136,8 +136,8 @@ class LossSource(Part):
     def expression(self) -> str:
         """The ``pattern`` as a regular expression: {loss} and {step} become named groups.
 
-        Trainers pad numbers with spaces, so extra spaces match before a placeholder. They also match after it, if the
-        pattern has a space there. No space matches between a word and {loss}: "val{loss}" does not match the 5 of
+        Trainers pad numbers with spaces, so extra spaces around a placeholder match: "loss: {loss} at" also matches
+        "loss:   2.5  at". Between a word and {loss}, no space matches: "val{loss}" does not match the 5 of
         "val 5 of 10".
         """
         found = self.pattern or ""
@@ -474,7 +474,7 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return the content of the files ``{config}`` and ``{recipe}`` by path, for those that the command uses.
+    """Return {path: content} of the files ``{config}`` and ``{recipe}``, if the command uses them.
 
     ``values`` has the values of all placeholders at ``point``, from :func:`values_of`.
     """

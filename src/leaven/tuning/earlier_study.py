@@ -8,8 +8,8 @@ special cases:
 - The multiplier of a module, such as the lr of the embedding: if the new search does not search the global value,
   the distance of the global value is added. For example, twice the global lr adds 1 octave to the lr of each module.
 - The warm-up is compared as a share of the run's tokens.
-- The batch size and the run's tokens have no scaling rule. So their distances are measured within the earlier study:
-  from its best point if ``leaven tune`` chose the value in the new recipe, otherwise from its start.
+- The batch size and the run's tokens have no scaling rule. So their distances are measured from the start of the
+  earlier study, or from its best point for a value that ``leaven tune`` chose in the new recipe.
 
 If both studies run a command, values of the same name are compared. At least one name must be in both.
 """
@@ -120,14 +120,14 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
         return [f"{what}: {message}" for message in messages]
     before, messages = {d.path for d in read_document(folder).dimensions}, []
     if isinstance(space, CommandSpace) and command_space(folder / "centre.toml").file.loss != space.file.loss:
-        messages = [f"{what}: its losses were read in another way, so they and their noise may be other numbers"]
+        messages = [f"{what}: its losses were read in another way, so they may not be comparable"]
     missing = sorted(set(space.paths) - before)
     if not missing:
         return messages
     return [
         *messages,
         f"{what}: it did not search {listed(missing, 'and')}, so its trials count as trials at the start value; "
-        "if it searched one under another name, use that name here",
+        "if a name was changed since, use the old name here",
     ]
 
 
@@ -201,10 +201,10 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return how far the value at ``path`` in ``there`` is from its value in ``space.recipe``.
+    """Return the distance from the value at ``path`` in ``space.recipe`` to the value in the recipe ``there``.
 
-    The distance is in the unit of the value (:attr:`Dimension.unit`). For a choice, return the index of the level in
-    ``there``. ``since`` has the distances that are already known, by path: of the batch size and of the run length.
+    The distance is in the unit of the value (:attr:`Dimension.unit`). For a choice, it is the index of the level that
+    ``there`` has. ``since`` has distances that are already known, by path.
     """
     here = space.recipe
     if path in since:

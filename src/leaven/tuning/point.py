@@ -11,8 +11,8 @@ Most distances are in octaves: a distance of 1 doubles the value. Some values ha
   half-life. Multipliers of a beta, in modules and depth profiles, are exponents of the global beta. A distance of 1
   doubles such an exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens.
-- ``batch.tokens`` is rounded to whole sequences. A batch ramp and batch stages are scaled in proportion. The order of
-  the sequences stays the same, so a larger batch means fewer steps.
+- ``batch.tokens`` is rounded to whole sequences. A batch ramp and batch stages are scaled in proportion. A larger
+  batch means fewer steps, because ``data.tokens`` stays the same.
 - When ``batch.tokens`` or ``data.tokens`` changes, the scaling rule adapts lr, betas, eps and weight decay, as in
   :func:`leaven.scaling.transfer.transfer`.
 - ``hyperparameters.depth.lr[2]`` is an entry of a depth profile. A profile with one entry is first replaced by three
@@ -48,7 +48,7 @@ WHOLE_RECIPE = (*GLOBAL, *OTHERS, *MUON, TOKENS)
 BETAS = ("beta1", "beta2", "momentum")
 POINTS = 3  # points of a searched depth profile: enough for a tilt and a bend
 TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
-"""The maximum of each value that is searched in tenths, by path. These values may be 0."""
+"""Values that may be 0, so a search moves them in units of 0.1, not in octaves: {path: maximum}."""
 CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
 """The levels of each choice, by path. ``schedule.decay`` has only the decays that end at min_lr_ratio."""
 

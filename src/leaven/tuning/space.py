@@ -315,13 +315,13 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because searching other values has the same effect.
 
     With Adam, if the init_std and lr of a matrix are multiplied by c, the matrix stays c times as large throughout
-    the training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). In two
-    cases, this factor c has the same effect as a change of other searched values:
+    the training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). So it
+    is enough to search the lr of two kinds of matrices:
 
-    - Queries and keys with QK-norm: the norm removes c. Only the ratio of init_std and lr matters.
-    - Matrices that pass c on to the output of their branch: the residual multiplier has the same effect.
+    - Queries and keys with QK-norm. The norm removes c, so only the ratio of init_std and lr matters.
+    - Matrices for which c multiplies the output of their branch. The residual multiplier does the same.
 
-    A bias does not get the factor, so a model with biases has no such module.
+    The result is empty for models with biases, because c does not multiply the biases.
     """
     if model.bias or model.has_bias("attention.query"):
         return set()

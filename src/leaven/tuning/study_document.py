@@ -81,9 +81,9 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return ``x``, a distance from the start. If all values must be whole numbers, return an adjusted distance.
+        """Return the distance from the start to a whole number: the rounded value at distance ``x``, plus ``more``.
 
-        At the adjusted distance, the value is the rounded value at ``x`` plus ``more``, clamped to the range.
+        The number is clamped to the range. If values need not be whole numbers, return ``x``.
         """
         if not self.whole:
             return x
@@ -96,10 +96,13 @@ class Dimension:
         return self.high - x < x - self.low
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return how the value changes if its distance from the start point changes from ``origin`` to ``to``.
+        """Return, as text, the change of the value from ``origin`` to ``to``, two distances from the start point.
 
-        Examples by ``unit``: octave: the factor ``x0.29`` (of log(beta), if the value is a beta). tenth: the
-        difference ``+0.05``. choice: the new level.
+        The text depends on ``unit``:
+
+        - octave: the factor, such as ``x0.29``; for a beta, the factor of log(beta)
+        - tenth: the difference, such as ``+0.05``
+        - choice: the new level
         """
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
@@ -219,7 +222,7 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The octaves of the point :attr:`fewest`, by path. None if this point is unknown or is the best point."""
+        """The value of :attr:`fewest_octaves`, or None if :attr:`fewest` is None or is the best point."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
@@ -336,8 +339,8 @@ def _study_of(answer: Path) -> StudyDocument | None:
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return what a study's gain is worth in training tokens of ``target``, one row for each share in ``SHARES``.
 
-    The gain is the amount by which tuning lowered the loss. A larger model may keep only a share of the gain.
-    Training ``target`` on ``times`` as many tokens would lower its loss by (share) x (gain), too.
+    The gain is the amount by which tuning lowered the loss. A larger model may keep only a share of the gain. The
+    ``times`` of a row is the factor on the tokens of ``target`` that would lower its loss by (share) x (gain).
 
     ``answer`` is the best.toml of the study. The list is empty if the study has no gain, or if the target's tokens
     are outside ``WORTH_TOKENS``.

@@ -27,8 +27,8 @@ LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return ``output``, its first item, its ``logits`` or its ``last_hidden_state``: the first that is a tensor.
-    Return None if none is."""
+    """Return the tensor in a module's output: the output itself, its item 0, its ``logits`` or its
+    ``last_hidden_state``. Return None if none of these is a tensor."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -45,11 +45,11 @@ class ActivationRecorder(TorchFunctionMode):
 
     ``label`` maps a module's name to the label of its output, or to None (not recorded). Outputs with the same label
     are stacked in the order of computation. If a container returns the output of one of its modules, this output is
-    recorded once, for the inner module. Not recorded are:
+    recorded once, for the inner module. Two kinds of outputs are not recorded:
 
-    - in a parametrized model, outputs of modules that contain a branch's last matrix, such as ``layers.3.mlp``. They
-      include the branch's multiplier; the output of the matrix is recorded without this multiplier.
-    - outputs inside ``experts``, because the router chooses their rows.
+    - Outputs inside ``experts``, because the router chooses their rows.
+    - In a parametrized model, outputs of whole residual branches, such as ``layers.3.mlp``, because the branch's
+      multiplier is applied to them. The output of the branch's last matrix is recorded before the multiplier.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:

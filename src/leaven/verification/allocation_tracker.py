@@ -71,7 +71,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count the memory of these tensors as ``part``, also at earlier moments that :meth:`peak` looks at."""
+        """Count the memory of these tensors as ``part``, from their creation on."""
         for tensor in tensors:
             self._allocation(tensor).part = part
 

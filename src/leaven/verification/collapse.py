@@ -189,7 +189,7 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviation of every other size from the first one, as defined at the top of this file.
+    """Return the deviations from the base, which is the first size, as defined at the top of this file.
 
     ``curves`` has the shape (..., sizes, intervals). ``irreducible`` (...) is the loss L0. The result has the shape
     (..., sizes - 1, intervals after the first quarter of the run).
@@ -236,10 +236,10 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
     """Return bootstrap samples of each size's mean loss curve, (draws, sizes, time intervals).
 
     At a size with several runs, seeds are drawn with replacement. At a size with one run, blocks of its points are
-    drawn (:func:`_blocks`). Return None if such a run has too few points.
+    drawn (:func:`_blocks`). Return None if there are too few points for blocks.
 
-    Deviations of n seeds from their mean are too small by the factor sqrt((n - 1) / n), and deviations of n blocks
-    from a line fitted to them by sqrt((n - 2) / n). The samples are corrected for this.
+    Deviations from a mean of n seeds, or from a line fitted to n blocks, are too small. They are multiplied by
+    sqrt(n / (n - 1)) for seeds, and by sqrt(n / (n - 2)) for blocks.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):

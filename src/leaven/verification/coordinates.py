@@ -25,8 +25,8 @@ This growth takes more steps than a check has (an exponent of +0.1 after 40 step
 judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last
-block. In a mean over all blocks, the first block would count as one of 2 at depth 2, and as one of 16 at
-depth 16. Its input is the embedding, so its output changes less, and slopes would rise by up to 0.15.
+block. A mean over all blocks would include the first block, whose output changes less because its input is
+the embedding. The first block has more weight in the mean of a shallow model, so slopes would rise by up to 0.15.
 """
 
 import math
@@ -58,19 +58,18 @@ steps, and ``late`` for more steps.
 
 A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
 Under correct rules, with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over depth they
-were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these slopes:
-what a block adds to the stream is partly independent of the other blocks, and falls as L^-1/2. After more steps,
-shallow models fit the batch through their attention, whose output had slopes over depth down to -0.46.
+were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce the slopes over
+depth: the outputs of the blocks are partly independent, and the sum of the independent parts falls as L^-1/2. After
+more steps, shallow models fit the batch through their attention, whose output had slopes over depth down to -0.46.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
 """How much wider the ``early`` and ``late`` limits are with Muon, by axis: (for slopes below 0, for slopes above 0).
 
-In a matrix with more inputs than outputs, a step of Muon changes only as many input directions as there are outputs.
-The share of the inputs in these directions depends on the ratio of the width to the tokens in the batch. Under a
-correct rule (docs/log.md), slopes over width were from -0.13 to 0.21, and slopes over depth from -0.24 to 0.07. Over
-width, the limit for negative slopes is not wider, because an error of -1/2 in an exponent gives slopes of only -0.17
-to -0.24.
+Under a correct rule, slopes over width were from -0.13 to 0.21, and slopes over depth from -0.24 to 0.07
+(docs/log.md). One cause: in a matrix with more inputs than outputs, a step of Muon changes only as many input
+directions as there are outputs. Over width, the limit for negative slopes is not wider, because an error of -1/2 in
+an exponent gives slopes of only -0.17 to -0.24.
 """
 
 INDEPENDENT = -0.5  # the exponent of n in the RMS of a mean of n terms with independent signs
@@ -97,15 +96,16 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     quantity = "slope of log2 output RMS over log2 size"
     parts = drawn = ("start", "end", "change")
     start = CheckStart(hidden=1.0, residual=0.5)
-    """If hidden weights or the residual multiplier were smaller, an output would change mostly through the module's
-    own weights. At small widths, the alignment of their change with the input falls with the width (a slope of about
-    -0.1). If the residual multiplier were 1, the branches at depth 2 would be as large as the embedding, and outputs
-    that read the stream between two branches would change less than at larger depths."""
+    """The start for branches without a norm at the end. With smaller hidden weights or a smaller residual multiplier,
+    an output would change mostly because the module's own weights change. At small widths, the alignment of this
+    change with the input falls as the width grows (a slope of about -0.1). With a residual multiplier of 1, the
+    branches at depth 2 would be as large as the embedding, and outputs that read the stream between two branches
+    would change less than at larger depths."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
     """The start for branches that end in a norm. Their outputs have RMS 1, so the residual multiplier is smaller.
-    Their outputs also change more in a step, so the embedding gets a larger lr. With the usual lr, the stream would
-    change mostly through the branches. At the MLP of the middle block, this change would fall with the depth: at
-    depth 2, three quarters of all branches are before this MLP, but at depth 16 only about one half."""
+    Their outputs also change more in a step, so the embedding gets a larger lr. Otherwise, the stream would change
+    mostly through the branches, and at the MLP of the middle block it would change less in deeper models: three
+    quarters of all branches are before this MLP at depth 2, but only about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         axes = super().axes()

@@ -32,7 +32,7 @@ from leaven.verification.runs import RunStore
 from leaven.verification.sweep import losses_of, sweep
 
 CRITICAL = math.log2(1.5)
-"""How many octaves (doublings) of tokens it costs to double a batch that has the critical size."""
+"""Cost of doubling the batch at the critical batch size, in octaves of tokens: 1.5 times as many tokens."""
 
 EXPONENT = "exponent of the best lr over tokens"
 RULED = "moved by the rule"

@@ -25,8 +25,8 @@ from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
-"""The least number of steps with the largest batch. With fewer steps, the loss depends mainly on the number of steps.
-For example, with 64 steps, 1/4 of the batch changed the loss by 1.8 nats under a correct rule."""
+"""The fewest steps that a run may have. With fewer, the loss depends mainly on the number of steps. For example, 1/4
+of the batch changed the loss of a run of 64 steps by 1.8 nats under a correct rule."""
 
 TOLERANCE = 0.02
 """The loss may always differ by up to this share of (log(vocabulary) - loss), because the batch rule is exact only in

@@ -46,7 +46,7 @@ _REASONS = {
     "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
 Combinations = dict[str, list[dict[str, float]]]
-"""For each module label, one dictionary per layer: the combinations listed at the top of this file, by name."""
+"""For each module label, one dictionary per layer. It maps combinations, such as "lr x decay x steps", to values."""
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:

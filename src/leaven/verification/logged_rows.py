@@ -268,7 +268,7 @@ class RunLogs:
         return found
 
     def require_readable_names(self, *, sized: bool = False) -> None:
-        """Raise InputError if a name in the path of one run, and not of another, has numbers that cannot be read.
+        """Raise InputError if the paths of two runs differ in a name whose numbers cannot be read, such as lr=2^-8.
 
         With ``sized``, the first name in a path is the size, such as 50m, and is not checked.
         """
@@ -282,12 +282,15 @@ class RunLogs:
                 name, *_ = (*{*unread}.symmetric_difference(theirs), *unread)
                 raise InputError(
                     f"{run} and {other}: cannot read {_parts(name)[1]!r} in the name {name}; rename it to "
-                    "pairs of a name and a number (not its logarithm), such as width=256,lr=0.004,beta2=0.95 or "
-                    "seed0, or give a table of the runs"
+                    "names and numbers (no logarithms), such as width=256,lr=0.004,beta2=0.95 or seed0, or give a "
+                    "table of the runs"
                 )
 
     def unused_numbers(self, columns: Collection[str]) -> list[str]:
-        """Return the names of the numbers that differ between the runs' paths. Leave out names in ``columns``."""
+        """Return each name, such as lr in lr=0.004, whose number in the paths differs between runs.
+
+        Names in ``columns`` are left out.
+        """
         every = [self.numbers(run) for run in self.names]
         names = {name for numbers in every for name in numbers} - {*columns}
         return sorted(name for name in names if any(each.get(name) != every[0].get(name) for each in every))
@@ -296,9 +299,9 @@ class RunLogs:
 def _event_files(folders: Iterable[Path], loss: str) -> dict[Path, list[EventFile]]:
     """Return the TensorBoard event files of each run, by its folder.
 
-    - If ``loss`` is val/loss, a folder called val with the tag "loss" is also a run. Its parent and its siblings,
-      such as train, are runs only if they have the tag val/loss.
-    - If ``loss`` is a result of ``add_hparams``, such as hparam/loss, only a run's newest file with it is returned.
+    - If ``loss`` is val/loss, the folder r/val is a run if it has the tag "loss". Then the folders r and r/train are
+      runs only if they have the tag val/loss.
+    - If ``loss`` is a result of ``add_hparams``, such as hparam/loss, only the newest file with this tag is returned.
     - A folder that contains runs is not a run itself if its files have no tags.
     """
     found, chosen = dict[Path, list[EventFile]](), set[Path]()

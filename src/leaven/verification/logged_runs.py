@@ -237,11 +237,11 @@ def _refuse_unfinished_states(rows: Iterable[LoggedRow]) -> None:
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
-    """Raise InputError if runs seem to be copies: they have the same loss as another run at the same value.
+    """Raise InputError if runs seem to be copies of each other, because their losses are equal.
 
-    ``values`` has the runs of each value. Runs count as copies if at least two values have several runs, and all
-    values with several runs repeat a loss. A single value may repeat a loss by chance, because logs round losses.
-    Diverged runs are ignored.
+    ``values`` has the runs at each value of the swept hyperparameter. Runs seem to be copies if at least two values
+    have several runs, and each of these values has two runs with equal losses. At a single value, equal losses may be
+    chance, because logs round losses. Diverged runs are ignored.
     """
     twins = []
     for rows in values:
@@ -271,9 +271,8 @@ def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
 def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
     """Raise InputError if two logs may be of one run, such as the TensorBoard folders train and val.
 
-    Two logs may be of one run if one of them has no seed, and they are not both tables (CSV or JSON lines).
-
-    ``what``: the size, and for a sweep the value, that all ``runs`` have in common, as text for the message.
+    Two logs are refused if at least one has no seed, and at least one is of TensorBoard or W&B. ``what`` describes
+    the runs in the message, such as by their size.
     """
     seeded_first = sorted(runs, key=lambda row: row.seed() is None)
     logs = {row.source: row for row in seeded_first if row.source is not None}
@@ -281,8 +280,8 @@ def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
         if None in (row.seed(), other.seed()) and (is_one_run(file) or is_one_run(other_file)):
             hint = _one_folder(other, row, loss) or "move one of them elsewhere"
             raise InputError(
-                f"{row.place} and {other.place} are both logs of {what}, so they may be one run; {hint}, or if they "
-                "are two runs, give both a seed, such as seed0 and seed1 in their names"
+                f"{row.place} and {other.place} are both logs of {what}, so they may be one run; if so, {hint}; if "
+                "not, give both a seed, such as seed0 and seed1 in their names"
             )
 
 
@@ -322,7 +321,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[str]]:
-    """Return (loss curves by size, unused names). Names belong to columns, or to numbers in paths such as ``lr0.01``.
+    """Return the loss curves by size, and the names of unused columns and of unused numbers in paths (``lr0.01``).
 
     Raise InputError as :func:`curves_of` does.
     """
@@ -391,9 +390,9 @@ def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[st
 
 
 def _refuse_missing_losses(rows: Iterable[LoggedRow], axes: Sequence[str], time: str) -> None:
-    """Raise InputError if the last row of a run has an empty loss. Rows without ``time`` or a size are ignored.
+    """Raise InputError if the last row of a run has an empty loss. Ignore rows without ``time`` or a size.
 
-    The run may have diverged there, because pandas writes NaN as an empty cell or null.
+    An empty loss may mean that the run diverged: pandas writes NaN as an empty cell or null.
     """
     ends = dict[Hashable, tuple[float, bool, LoggedRow]]()
     for row in rows:
@@ -422,8 +421,9 @@ def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
     """Return a run's points. Raise InputError if the rows seem to come from two runs.
 
-    A run may resume at an earlier step. Its new rows replace the points from this step on, and must reach the last
-    step again. The step must come after the first point. In a table, it must also have a point already.
+    A run may resume at an earlier step: of the steps 1 2 3 2 3 4, the second 2 and 3 replace the first ones. But it
+    must not go back to its first step, or end below its highest step. In a table, it must go back to a step that is
+    already there.
     """
     one_run = rows[0].source is not None and is_one_run(rows[0].source)
     run: dict[float, float] = {}
@@ -528,7 +528,7 @@ def _require_one_recipe(runs: Sequence[tuple[RunScale, Recipe, RunFolder]], path
 
 
 def _kept_values(recipe: Recipe, swept: str) -> dict[str, Any]:
-    """Return the values of a recipe that must be equal at all sizes, by path. The sizes of the base are included."""
+    """Return the values, by path, that recipes of different sizes must share. The value at ``swept`` may differ."""
     values = flatten(recipe.model_dump() | {"scaling": _whole_scaling(recipe)})
     values |= {"data.weights": recipe.data.proportions, "start.weights": recipe.start.weights is not None}
     return {

@@ -81,7 +81,7 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
 
     For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The label of the whole model is
     ``output``. Blocks are the members of an ``nn.ModuleList``, and those of an ``nn.Sequential`` if they all have the
-    same type and have submodules. The model itself and lists inside a block do not count as such lists.
+    same type and have submodules. Numbers inside a block stay: ``layers.3.experts.1`` becomes ``layers.experts.1``.
     """
     lists: list[str] = []
     for path, module in model.named_modules():

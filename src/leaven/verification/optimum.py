@@ -167,7 +167,8 @@ class _Runs:
     def pools(self) -> list[Array]:
         """Return the residuals from which a bootstrap draws, one array for each of the compared values.
 
-        An array has the residuals of the runs with one value, or of all runs if fewer than two of these are known.
+        An array has the finite residuals of the runs with one value, or those of all runs if that value has fewer
+        than two.
         """
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
@@ -179,10 +180,10 @@ def estimate(
 ) -> Estimate:
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    Each bootstrap sample adds residuals of a fit, drawn at random, to the losses. Residuals are smaller than the
-    noise, so they are scaled up. As there are few runs, they are also multiplied by (97.5% quantile of Student's t) /
-    (97.5% quantile of the normal distribution). The interval is None if a grid has no residuals, for example with one
-    run for each value.
+    Each bootstrap sample changes the losses by residuals of a fit, drawn at random. The residuals are scaled up to
+    the variance of the noise. They are also multiplied by the ratio of the 97.5% quantiles of Student's t and the
+    normal distribution, because there are few runs. The ends of the interval are None if a grid has no residuals,
+    for example with one run for each value.
 
     With ``paired``, the mean effect of a seed does not count as noise. This is valid if ``of`` depends only on
     differences of losses within each grid.

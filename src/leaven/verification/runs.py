@@ -1,8 +1,8 @@
 """Train the runs of a check in worker processes, and save each result as soon as the run ends.
 
 A run is a trial with a ``key``, under which the result is saved. The key is a hash of everything that determines the
-loss, except the text. A fingerprint of the text is saved beside the result. So checks can share a folder, and a
-stopped check resumes with the missing runs.
+loss, so checks can share a folder, and a stopped check resumes with the missing runs. Only the text is not part of
+the key. Its fingerprint is saved beside the result.
 """
 
 import json

@@ -136,10 +136,9 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train and measure a model. ``labels`` has the labels of the first model's parameters, such as ``mlp.out``.
+        """Train and measure a model. Add its parameters' labels, such as ``mlp.out``, to ``labels`` if that is empty.
 
-        For the first model, ``labels`` is empty, and this method fills it. Raise InputError if a later model has no
-        parameter with one of these labels.
+        Raise InputError if ``labels`` has a label that no parameter of the model has.
         """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}

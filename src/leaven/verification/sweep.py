@@ -21,8 +21,9 @@ check must not pass because of noise, so their 95% bootstrap intervals are compa
   limit.
 - In all other cases it is undecided, which does not count as passed. With one seed there is no interval.
 
-If the base's best value is outside the grid of the other scale, the regret is extrapolated, so the check cannot pass.
-A value with a diverged run is left out at that scale. If this value is the best of the base, the check fails.
+A value with a diverged run is left out of the grid of its scale. If the base's best value diverges at the other
+scale, the check fails. If it is outside the grid of the other scale, the regret is extrapolated, so the check cannot
+pass.
 
 If the best value of a scale is at the edge of its grid, the grid is extended, up to :data:`EXTENSIONS` times. If the
 base's best value is then still at the edge, the check is undecided, and the other scales are not trained.
@@ -122,7 +123,7 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best value at every other scale with the best value at the base.
+    """Return the document that compares the best values at all scales with the best value at the base.
 
     The base is the first scale in ``names``. ``ruled`` has the exponent that the scaling rule gives to the value
     along each axis. ``settings`` must contain "rule" and "unit".
@@ -224,9 +225,9 @@ def _exponents(
 ) -> list[MeasuredRow]:
     """Return a row for each axis: the measured exponent of the best value over the axis, and the rule's exponent.
 
-    Axes with fewer than two scales, or with a scale without an optimum, are left out. The values of a grid are
-    relative to the rule, so a fit to them gives the error of the rule's exponent. The measured exponent is the rule's
-    exponent plus this error.
+    An axis is left out if it has fewer than two scales, or if one of its scales has no optimum. A grid's values are
+    relative to the rule's value, so the measured exponent is the rule's exponent plus the exponent fitted to the
+    grids.
     """
     found = []
     for axis in AXES:

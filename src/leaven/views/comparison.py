@@ -35,7 +35,7 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
     """Compare the runs in ``folders`` with the first run. Return an HTML page and a document.
 
-    Both contain ``output``, the path of the page. The page is not written.
+    Both state ``output`` as the path of the page, but nothing is written.
 
     Raises:
         InputError: if a folder is given twice or has no run with steps, if there are more than `MOST_RUNS` folders,
@@ -98,10 +98,10 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return (tokens of ``first``) / (tokens of ``run``) at the same loss: the final loss of the worse run.
+    """Return (tokens that ``first`` needs to reach a loss) / (tokens that ``run`` needs): 2 if ``run`` needs half.
 
-    Both arguments are lists of (tokens, validation loss). Return None if a list has fewer than two entries, or if the
-    better run had this loss or less at its first validation.
+    The loss is the final loss of the worse run. Both arguments are lists of (tokens, validation loss). Return None if
+    a list has fewer than two entries, or if the better run has reached the loss at its first validation.
     """
     if min(len(run), len(first)) < 2:
         return None

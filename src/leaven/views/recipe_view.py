@@ -27,8 +27,8 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
         """Return the table line of the parameter ``name``. ``rows`` has its values, one row for each layer.
 
-        The line has a cell for each quantity, such as lr: (range over the layers of ``beside``, range over the layers
-        of ``recipe``, reason). The first range is None if ``beside`` is None or lacks the parameter.
+        The line has a cell for each quantity, such as lr: (smallest and largest value in ``beside`` or None, the same
+        in ``recipe``, reason).
         """
         first, base = rows[0], others.get(name, [])
         cells = [
@@ -89,7 +89,7 @@ def octaves_shown(factors: Sequence[float]) -> int:
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the CSS colour of a factor: neutral for 1 and 0, strongest at ``reach`` octaves from 1 and beyond."""
+    """Return the CSS colour of a factor: neutral for 1 or 0, strongest at ``reach`` or more octaves from 1."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)

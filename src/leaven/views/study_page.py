@@ -163,7 +163,7 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
     if study.noise_runs == GIVEN:
         options += ["--noise", repr(study.noise_floor)]
     command = shlex.join(["leaven", "tune", recipe, *options])
-    return command if study.informed is None else f"{command}  # and --prior or --from-study, as the study began"
+    return command if study.informed is None else f"{command}  # add --prior or --from-study as in the first command"
 
 
 def _space(study: StudyView, recipe: Recipe) -> str:

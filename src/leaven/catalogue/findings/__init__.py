@@ -84,7 +84,7 @@ def combined(recipe: Recipe, found: Sequence[FindingRow]) -> Suggestion:
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return a check's finding, or None if it has none. Its suggestions are not yet tested."""
+    """Return what a check finds, or None if it finds nothing. The suggested changes are not yet tried."""
     read = _read(check, case)
     if read is None:
         return None

@@ -47,8 +47,9 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 class Check:
     """A check of ``checks.toml``, with the values that it compares for one recipe.
 
-    :meth:`read` sets the fields from ``value`` on. A function with the check's name, if any, may then change them.
-    A check without limits gives a note whenever it applies.
+    The fields before ``value`` are from the file. :meth:`read` sets ``value`` and later fields for a recipe. Then the
+    function with the check's name, if there is one, may change them. A check without limits gives a note whenever it
+    applies.
     """
 
     name: str
@@ -223,8 +224,7 @@ class Case:
         """Return {path: new value} for a hyperparameter, so that its median over the hidden weights is about
         ``wanted``.
 
-        ``to`` rounds the new value to two digits: ``math.floor`` down, ``math.ceil`` up. It does not apply to betas:
-        a beta below 0.9 has three digits, and for others, 1 - beta has three digits.
+        ``to`` rounds the new value to two digits: ``math.floor`` down, ``math.ceil`` up. Betas ignore ``to``.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

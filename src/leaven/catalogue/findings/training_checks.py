@@ -83,10 +83,10 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report a recipe without a z-loss whose lr is over 1.5 times the highest lr of the near runs without a z-loss.
+    """Return the check if a recipe without a z-loss has a high lr, otherwise None.
 
-    This needs at least two such near runs, and a published run with a z-loss and at least half of the recipe's lr.
-    Otherwise, return None.
+    An lr is high if it is over 1.5 times the highest lr of the near runs without a z-loss (at least two runs), and at
+    most twice the highest lr of the published runs with a z-loss.
     """
 
     def has_z_loss(run: PublishedRun) -> bool:
@@ -139,8 +139,11 @@ def muon(check: Check, case: Case) -> Check | None:
 
 
 def muon_lr(check: Check, case: Case) -> Check | None:
-    """Compare Muon's lr, converted to AdamW's scale, with published lrs: of the nearest runs with Adam or AdamW, and
-    of all runs with Muon and a similar size. Return None if Muon updates no matrix, or if no lr is published."""
+    """Compare Muon's lr, converted to AdamW's scale, with published lrs. Return None if Muon updates no matrix, or if
+    no lr is published.
+
+    The published lrs are from the nearest Adam and AdamW runs, and from all Muon runs of a similar size.
+    """
     value = case.muon("lr")
     near = [run for run in _with_muon() if size_ratio(run, case.params) <= FACTOR]
     known = sorted([*case.near(attrgetter("peak_lr")), *(run.peak_lr for run in near if run.peak_lr)])

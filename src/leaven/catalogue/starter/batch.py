@@ -18,7 +18,7 @@ BATCH_TOKENS_EXPONENT = 0.46
 """A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""Usual minimum steps of a run without ``--from``. `leaven recipes check` calls fewer than 1,000 steps "outside"."""
+"""Usual minimum steps of a run without ``--from``, a little above the limit of 1,000 in `leaven recipes check`."""
 FEWEST_STEPS = 200
 """Fewest steps of a run with the batch of a reference run (``--from``). Shorter runs are refused."""
 LARGEST_CONSTANT = 8_400_000
@@ -101,9 +101,11 @@ def batch_evidence(at: RunSize) -> Evidence:
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose the batch in tokens, add it to the draft, and return it.
 
-    If the reference run (``--from``) publishes a batch, use it, rounded to suit the GPUs. Otherwise use the batch
-    that laws and published runs suggest. If possible, lower it to the critical batch, and until the run has
-    `LEAST_STEPS` steps. Raise InputError if the run is too short for the reference run's batch.
+    If the reference run (``--from``) publishes a batch, use it, rounded to suit the GPUs. Raise InputError if this
+    gives fewer than `FEWEST_STEPS` steps.
+
+    Otherwise, use the batch that laws and published runs suggest. If possible, it is at most the critical batch, and
+    small enough for `LEAST_STEPS` steps.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)

@@ -23,10 +23,10 @@ LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use. Kaplan's law was fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
-"""The lr falls linearly to 0 in runs with at least this many tokens per parameter. With at least 20, this was better
+"""The lr falls linearly to 0 in runs with at least this many tokens per parameter. From 20 tokens on, this was better
 than a cosine to 10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B). The limit is
-lower than 20, because a shape may be larger than requested: a run may then have 19 instead of 20. Nothing is measured
-from 15 to 20."""
+lower, because a run that is planned for 20 may have 19: the chosen shape may have more parameters than requested.
+Nothing is measured from 15 to 20."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,

@@ -1,9 +1,9 @@
 """Choose the proxy to tune before a run, estimate what tuning costs, and decide whether to tune at all.
 
-A proxy is a smaller model with the target's proportions, experts, tokens per parameter and number of steps. So from
-proxy to target, batch and tokens grow by the same ratio, and the scaling rule's factors for the two cancel each
-other. The result therefore does not depend on ``token_exponent``, the rule's least certain exponent. Sizes count the
-parameters that a token uses.
+A proxy is a smaller model with the target's proportions, experts, tokens per parameter and number of steps. So if
+the target is r times larger, its batch and its tokens are r times larger, too. With the default ``token_exponent``
+of 1/2, the scaling rule multiplies the lr by r^1/2 for the batch and by r^-1/2 for the tokens: the factors cancel.
+Sizes count the parameters that a token uses.
 """
 
 import math

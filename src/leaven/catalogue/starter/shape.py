@@ -182,7 +182,7 @@ def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
 def _widths(usual: float, proportions: Proportions) -> list[int]:
     """Return the widths to choose from: multiples of ``proportions.unit`` between 1/3 and 3 times ``usual``.
 
-    Of these, keep only the round ones (``_ROUND``) and the width of the reference run, or all if this leaves none.
+    If some of them are round (``_ROUND``) or equal to the width of the reference run, return only those.
     If no multiple is in this range, return the unit.
     """
     unit = proportions.unit
@@ -303,10 +303,10 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the values that a run publishes for the fields of the model in `_CHOICES`, by field.
+    """Return the values that a run publishes for the model fields in `_CHOICES`, by field.
 
-    If a value is not published, or leaven does not support it, the field has its value in `_STACK` or is left out.
-    Two exceptions: an unpublished qk_norm is False, and an unsupported activation without a gate becomes gelu.
+    Missing and unsupported values get defaults: those of `_STACK`, but no QK-norm, and gelu for an unsupported
+    activation without a gate. A field without a default is left out.
     """
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):

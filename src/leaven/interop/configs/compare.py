@@ -206,11 +206,14 @@ def as_written(value: Any) -> Any:
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that the target supports, and a row for each replaced value.
 
-    ``holds`` maps keys of ``[model]`` to lists of supported values. If a value is not in its list, the first value of
-    the list replaces it. ``["any"]`` allows every value. For d_attention, "d_model" stands for None, the default.
-    Of the keys without a list, those in ``ModelShape.added`` get their defaults, and the others keep their values. An
-    empty ``holds`` changes nothing. Raise InputError if d_attention would become d_model, and d_model is not a
-    multiple of n_heads.
+    ``holds`` maps keys of ``[model]`` to lists of supported values:
+
+    - A value that is not in its list is replaced by the first value of the list. ``["any"]`` allows every value. In
+      the list of d_attention, "d_model" means None.
+    - A key in ``ModelShape.added`` without a list gets its default. Other keys without a list do not change.
+    - If ``holds`` is empty, nothing changes.
+
+    Raise InputError if d_attention would become d_model, and d_model is not a multiple of n_heads.
     """
     changes = {
         key: default

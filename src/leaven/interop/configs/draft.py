@@ -75,13 +75,12 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the most common nonzero value of the hidden weights. If all their values are 0, it gets
-        the first nonzero value of another parameter. A module whose value in block 0 differs from the hyperparameter
-        gets a multiplier. If all initial stds match a published init, such as ``depth-scaled``, ``init`` gets its
-        name. ``init_why`` is the reason for initial values, and ``why`` the reason for all other values.
+        A hyperparameter gets the most common nonzero value of the hidden weights, or else the first nonzero value of
+        any parameter. A module gets a multiplier if its value in block 0 differs from the hyperparameter. If the
+        initial stds of all matrices match a published init, such as ``depth-scaled``, ``init`` is set instead of
+        ``init_std``. ``init_why`` is the reason for initial values, and ``why`` the reason for all other values.
 
-        Raise InputError if a module needs a multiplier of a beta, and its beta or the hyperparameter is not between 0
-        and 1.
+        Raise InputError if modules have different betas, and one of these is not between 0 and 1.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -199,10 +198,10 @@ class Settings:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a setting, converted to its kind. If it is not given, return its default.
+        """Return the value of a setting, given or default, converted to its kind.
 
-        Without a default, return False (switch), "" (word) or {} (table), or raise InputError (number). Also raise
-        InputError for a value that is of the wrong kind or too small.
+        If it has neither value, a switch is False, a word is "" and a table is {}. Raise InputError for a count or
+        number that has neither value, and for a value that is of the wrong kind or too small.
         """
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
@@ -249,8 +248,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason names those of the settings that the user gave, such as "--bf16". If there are none, it names the
-        default of the first setting. If only the running script knows a value, it says so instead.
+        The reason names the settings that the user gave, such as "--bf16", or else the default of the first setting.
+        If a value is unknown until the script runs, the reason says only this.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:

@@ -97,9 +97,9 @@ def _require_neutral(flags: Settings, flag: str) -> None:
 
 
 def _list_ignored(given: Settings) -> None:
-    """Add to ``draft.unread`` the given flags that neither set a value of the recipe nor are in a note.
+    """Add to ``draft.unread`` the given flags that no reason or note of the draft names.
 
-    Flags with their neutral or default value, or with ``unused`` in the table, are not added.
+    Leave out flags with their neutral or default value, and flags with ``unused`` in the table.
     """
     draft = given.draft
     named = set(re.findall(r"--([a-z0-9-]+)", "\n".join([*draft.why.values(), *draft.unknown, *draft.unread])))

@@ -120,14 +120,14 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
         draft.unknown.append(f"model.experts.balance_loss: {CONFIG} uses no balance loss; leaven's default is used")
         return
     coefficient = as_number(config["router_aux_loss_coef"], f"{draft.origin}: router_aux_loss_coef")
-    why = f"router_aux_loss_coef of {CONFIG} x active experts / layers with experts, to give the same loss"
+    why = f"(router_aux_loss_coef of {CONFIG}) x (active experts) / (layers with experts), for the same loss"
     draft.set("model.experts.balance_loss", float(f"{coefficient * active / layers:.12g}"), why)
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:
-    """Return the paths of config.json and training_args.json. The second is None if the file is missing.
+    """Return the paths of config.json and training_args.json, or None for a missing training_args.json.
 
-    ``path`` is the folder, training_args.json, or config.json, which may have another name. Raise InputError if
+    ``path`` is a model's folder or one of the two files; a config.json may have another name. Raise InputError if
     ``path`` or config.json does not exist.
     """
     if not path.exists():

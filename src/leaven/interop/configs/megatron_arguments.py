@@ -117,8 +117,8 @@ def _after_program(words: list[str]) -> list[str]:
 def _sorted(words: list[str], origin: str, may_be_flags: Callable[[str], bool]) -> Arguments:
     """Sort the words of a command into flags, their values, and what is unknown.
 
-    An unknown word, such as ``$ARGS``, may hold more flags in two cases: the flag before it needs no
-    value, or leaven does not know that flag and ``may_be_flags(word)`` is true.
+    After a flag that leaven does not know, a word such as ``$ARGS`` may be its value or more flags. Such a word
+    counts as flags if ``may_be_flags`` returns True for it.
     """
     found, flag, places = Arguments(), "", dict[str, None]()
     for word in words:

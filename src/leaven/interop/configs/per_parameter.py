@@ -189,8 +189,8 @@ TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm
 def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for torchtitan: the settings of an equivalent model without multipliers.
 
-    In torchtitan, key matrices have the same init as value matrices, and key norms the same init as query norms. The
-    candidate's keys and key norms have these inits, not the recipe's.
+    torchtitan gives key matrices the init of value matrices, and key norms the init of query norms. The candidate
+    does the same, even if the recipe differs.
     """
     given: dict[str, ParameterSettings] = {}
     starts: dict[str, list[float]] = {}
@@ -225,8 +225,10 @@ def _by_pattern(
 ) -> list[tuple[str, tuple[float, ...]]]:
     """Return a pair (regular expression, values) for each group. The first expression that matches a name decides.
 
+    The last expression is ``.*``, with the values of the largest group.
+
     Args:
-        groups: parameter names by the values that they share. The last pair is ``.*`` for the largest group.
+        groups: parameter names by the values that they share.
         blocks: path of the model's list of blocks.
         end: regular expression for the end of the names.
     """

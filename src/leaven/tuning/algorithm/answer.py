@@ -8,14 +8,14 @@ of the loss between seeds.
    any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and other
    searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. If
-   the gain is at most the noise, the answer is the start. Without confirmation trials (item 3), the gain must be
-   above 2.5 times the noise, because smaller gains are often luck. Item 4 is an exception.
+   the gain is at most the noise, the answer is the start.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen finalist and the start
    run again with new seeds: the confirmation trials. The gain in these trials must be above the noise, and their
    losses are reported.
-4. A single finalist is not chosen from several means, so it needs no confirmation trials. If it has two trials and
-   its predicted gain is above 1.5 times the noise, a measured gain above the noise is enough.
+4. Without confirmation trials, the gain must be above 2.5 times the noise, because smaller gains are often luck. A
+   single finalist needs no confirmation trials, because it is not chosen from several means. For it, a gain above the
+   noise is enough if it has two trials and its predicted gain is above 1.5 times the noise.
 """
 
 import math
@@ -132,11 +132,11 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point that is as good as ``point`` and differs least from the start, as (loss, octaves (D,)).
+    """Return (loss, octaves (D,)) of the point that differs least from the start, but is as good as ``point``.
 
-    The candidates are ``point``, the start, and points repeated with fresh seeds. The start and a repeated point need
-    at least ``RERUNS`` losses, all finite. They are as good as ``point`` if both their mean loss and their predicted
-    loss are at most ``seen.floor`` higher.
+    Other points than ``point`` are candidates if they are the start or repeated with fresh seeds, and have at least
+    ``RERUNS`` losses, all finite. A candidate is as good as ``point`` if its mean loss and its predicted loss are at
+    most ``seen.floor`` nats higher than those of ``point``.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -173,11 +173,10 @@ class FittedTrials:
 
     @classmethod
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
-        """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
+        """Fit the trust region to the trials with a result. The noise is ``given``, or else measured.
 
-        ``floor`` is the noise between seeds. If it was measured with only a few repeats, a fit to the
-        losses estimates it again. If this estimate is larger, ``floor`` is the geometric mean of the two values.
-        Without repeats, ``floor`` is the estimate, or 0 if no fit is possible.
+        ``floor`` is the noise. If only a few repeats measured it, and a fit to the losses gives a larger noise,
+        ``floor`` is the geometric mean of both. If the noise is unknown, ``floor`` is fitted, or 0 without a fit.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -195,8 +194,8 @@ class FittedTrials:
         """The predicted loss of each evaluated point, up to a constant. Outliers and diverged points are left out.
 
         It is s + share x (m - s). s is the surrogate's prediction, and m is the mean of the point's measured losses.
-        If ``noise`` is None, the share is 1. Otherwise it is 1 - min(a, b, 1)^2. a is ``floor`` / (the noise that the
-        surrogate assumes). b is (largest likely noise) / (error of the surrogate near the best trial).
+        The share is 0 if the noise explains the surrogate's errors, and near 1 if they are much larger than the
+        noise. If the noise is unknown, the share is 1.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -239,10 +238,13 @@ class FittedTrials:
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the candidates for final trials, the best first, or [] if no loss is finite.
 
-        The candidates are the points with a finite loss, ordered by measured loss. With ``by_surrogate``, they are
-        ordered by predicted loss, without the start and with outliers last. Two points are then inserted after the
-        first: the minimum of the surrogate, and before it this minimum with some values reset to the start
-        (:func:`fewest_changes`).
+        The candidates are the points with a finite loss, ordered by measured loss. With ``by_surrogate``, they are:
+
+        1. the evaluated point with the lowest predicted loss, the start excepted
+        2. the minimum of the surrogate with some values reset to the start (:func:`fewest_changes`)
+        3. the minimum of the surrogate
+        4. the other evaluated points except the start, ordered by predicted loss
+        5. outliers.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -314,7 +316,7 @@ def choose(
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
     """Return the best point, if it needs confirmation trials, else None.
 
-    The start needs none. A finalist (a point run with fresh seeds) needs none if it is the only finalist.
+    The best point needs none if it is the start or the only finalist (a point run with fresh seeds).
     """
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
@@ -373,11 +375,8 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is the only finalist, was repeated, and probably gains more than ``least`` nats.
-
-        Repeated means at least ``RERUNS`` trials with fresh seeds. The gain is the predicted loss of the start minus
-        that of ``point``.
-        """
+        """Return whether ``point`` is the only finalist, has at least ``RERUNS`` trials with fresh seeds, and has a
+        predicted loss that is more than ``least`` nats below the predicted loss of the start."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 

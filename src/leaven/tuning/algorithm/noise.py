@@ -35,12 +35,12 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
     """Return the noise, pooled over repeated points, and its degrees of freedom; (None, 0) if no point is repeated.
 
-    A trial is (point, seed, loss). Trials with equal seeds share init, data order and a part of the noise. So with
-    several seeds, the degrees of freedom are at most the number of seeds minus 1.
+    A trial is (point, seed, loss). With several seeds, the degrees of freedom are at most (number of seeds) - 1,
+    because trials with equal seeds share init, data order and a part of the noise.
 
-    With three or more repeated points, those with a standard deviation above ``WILD`` times the median are left out,
-    because losses vary much more near the divergence boundary. The points with the most trials are always kept if
-    they have at least three trials.
+    Losses vary much more near the divergence boundary. So if three or more points are repeated, those with a standard
+    deviation above ``WILD`` times the median are left out. The points with the
+    most trials are kept if they have at least three.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -60,8 +60,8 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. The noise is ``given``, or else measured.
 
-    It is measured on points that ran several times. Trials with the purpose "search" count only at the start point.
-    Their losses elsewhere are biased, because only points with a low loss run again.
+    It is measured on points that ran several times. Trials with the purpose "search" count only at the start point:
+    other points run again because their loss in the search was low, so that loss is biased.
     """
     if given is not None:
         return given, GIVEN

@@ -1,9 +1,9 @@
 """Compute how much each searched value adds to the gain of the best point, and the expected gain of more trials.
 
 The possible gain is the loss at the best point minus the lowest loss within ``TRUST`` steps of this point (see
-trust_region.py for steps). It is estimated as the median over quadratics drawn from the surrogate's posterior. With
-at most ``DESIGNED`` searched values, the median is too high, because the prior has one typical curvature for all
-values. The estimate is then at most the gain from the second half of the trials.
+trust_region.py for steps). It is estimated as the median over quadratics drawn from the surrogate's posterior. For up
+to ``DESIGNED`` searched values, this median is too high, so the estimate is limited to the predicted gain from the
+second half of the trials.
 
 After n trials, the possible gain is about proportional to 1 / n. So n more trials are expected to gain half of
 it. docs/concepts/search.md says how accurate this is.

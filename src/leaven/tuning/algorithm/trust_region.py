@@ -18,8 +18,8 @@ is ``scale`` octaves, the typical distance of an optimum from the start.
    simultaneous proposals differ. The last proposal of a search has no random move.
 4. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one number, by about a
    step.
-5. In each proposal, about half of the choices, at random, take a level that has never been run. A choice whose levels
-   have all been run takes the best level of the drawn surrogate instead. The other half takes the best levels of the
+5. In each proposal, about half of the choices, at random, explore: they take a level that has never been run or, if
+   all their levels have been run, the best level of the drawn surrogate. The other choices take the best level of the
    posterior mean.
 6. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
    keep the incumbent's level.
@@ -84,10 +84,9 @@ Ran = TypeVar("Ran", bound=StudyTrial)
 class Axes:
     """The bounds, scale and start of each searched hyperparameter, by name. A point has two forms:
 
-    - ``params`` (Optuna's word), in stores and objectives: a dict by name. ``tuning/point.py`` explains the
-      numbers.
+    - ``params`` (Optuna's word), in stores and objectives: a dict of numbers by name, see ``tuning/point.py``.
     - ``octaves``, in the search algorithm: an array (D,) of distances from the start, in the order of the names.
-      For a choice, the distance is a difference of level indices, modulo the number of levels.
+      For a choice with n levels, the distance is (index of the level - index of the start's level) modulo n.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
@@ -222,7 +221,7 @@ class Features:
 
     @cached_property
     def level(self) -> NDArray[np.int_]:
-        """For each of the F columns, the level of a choice that it stands for; 0 for the column of a number."""
+        """For each of the F columns, the level of the choice at which the column is 1; 0 for a number's column."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
@@ -332,8 +331,8 @@ class Region:
     def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
         """Return the columns (F,) (:class:`Features`) of the point at which ``quadratic`` is lowest.
 
-        Only points with the choices of ``levels`` (D,) are considered. Their numbers are in the box of the trust
-        region, and within ``reach`` steps of the point ``around`` (D,).
+        Choices are fixed at those of ``levels`` (D,). Numbers vary within the box of the trust region, by at most
+        ``reach`` steps from the point ``around`` (D,).
         """
         number = self.features.level == 0
         here, fixed = self.features.of(around), self.features.of(levels)

@@ -166,8 +166,8 @@ class CommandTrainer:
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
         """Check the folder for the output of a trial's command, before the command starts.
 
-        Without ``retry``, rename a folder that already exists: the store (an Optuna storage) does not have its trial.
-        With ``retry``, if the folder is gone, tell the user, or raise InputError if the disk seems unmounted.
+        ``retry``: whether an earlier attempt at this trial used the folder. If true, and the folder is missing, tell
+        the user, or raise InputError if the disk seems unmounted. If false, rename a folder that already exists.
         """
         made_before = self.folder.exists()
         make_folder(self.folder)

@@ -47,7 +47,8 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
         resumed: whether a folder may have files of several attempts. Such files are sorted by their last steps.
 
     Raises:
-        InputError: if a loss or step is not a number, or if ``complete`` and the file cannot be read.
+        InputError: if a loss or step is not a number. With ``complete``, also if the file or the last loss cannot be
+            read.
         OSError: if ``complete`` and the disk of the file is unreachable (``storage.AWAY``).
     """
     times, curve = source.tokens_per_step or 1, dict[int, float]()
@@ -89,12 +90,7 @@ def why_none(source: LossSource, where: Path) -> str:
 
 
 def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
-    """Yield (step, loss) in the order in which the losses were written.
-
-    Raises:
-        InputError: if a step or loss is invalid, or if ``complete`` and the last loss cannot be read, because an
-            unreadable loss may be the NaN of a diverged run.
-    """
+    """Yield (step, loss) in the order in which the losses were written."""
     if source.pattern is not None:
         return _of_text(source, where, complete)
     return _of_rows(source, where, complete, resumed)
@@ -120,9 +116,9 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
         line = text[text.rfind("\n", 0, wrong.start("loss")) + 1 :].partition("\n")[0].strip()
         raise InputError(
             f"{file}: {'the last' if wrong is unread else 'a'} loss is {wrong['loss'][:60] or 'empty'}, which is not "
-            f"a complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan, or let "
-            "loss.pattern match only losses: with the text directly before the number (not .*) and the text directly "
-            "after it, as in {loss}nats"
+            f"a complete number, in the line {line[:200]!r}; let the command print losses as 1234.5 or nan; if this "
+            "is not a loss, write into loss.pattern the text directly before a loss (not .*) and directly after it, "
+            "as in {loss}nats"
         )
 
 
@@ -192,9 +188,8 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 def _rows(source: LossSource, where: Path, complete: bool = False, resumed: bool = False) -> Iterator[Row]:
     """Yield (step, values by name) for each logged row at ``where``. For TensorBoard, the only value is the loss.
 
-    TensorBoard folders are read in order of their first loss. The files in a folder, and those of W&B, are read in
-    order of the start times in their paths. With ``resumed``, they are read in order of their last steps instead,
-    because the machines that resumed the trial may have different clocks.
+    TensorBoard folders are read in order of the time of their first loss. The event files in a folder, and the files
+    of W&B, are read in order of the start times in their paths or, with ``resumed``, of their last steps.
     """
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
@@ -213,9 +208,8 @@ def _rows(source: LossSource, where: Path, complete: bool = False, resumed: bool
 def _event_folders(source: LossSource, where: Path, complete: bool) -> list[list[EventFile]]:
     """Return the TensorBoard event files with losses, one list per folder, in order of the folders' first losses.
 
-    With ``complete``, raise InputError unless the folders hold one curve, written by successive attempts of a run.
-    Then their times do not overlap, and the last folder has the highest last step. If several have this last step,
-    the last folder also has the highest first step of them.
+    With ``complete``, raise InputError if the folders are not successive attempts of one run. Successive attempts do
+    not overlap in time, and the last one reaches the highest step.
     """
     folders = dict[Path, list[EventFile]]()
     for file in read_event_files(where.rglob(f"*{EVENTS}*"), str(source.key)):
@@ -235,9 +229,9 @@ def _event_folders(source: LossSource, where: Path, complete: bool) -> list[list
     if complete and (at_once or (len(reached) > 1 and reached[-1] <= max(reached[:-1]))):
         names = " and ".join(sorted(map(str, folders)))
         raise InputError(
-            f"{names} have {source.key}, but are not successive attempts of one run; "
-            "let the command use one fixed log folder under {out}, and set loss.tensorboard to it, or log the loss "
-            "of the trial under a name that no other curve has"
+            f"{names} each have a curve {source.key}, and it is unclear which is the trial's loss; "
+            "let the command log the trial's loss under a name that no other curve has, or in one fixed log folder "
+            "under {out}, and set loss.tensorboard to this folder"
         )
     return [files for _, files in found]
 

@@ -107,10 +107,10 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes of the commands with the process ids ``leaders``. A process may appear several times.
+    """Return the processes of the commands with the process ids ``leaders``, and all descendants of these processes.
 
-    These are the processes with these ids, the processes in their sessions, the processes whose environment variable
-    ``MARK`` is ``token.pid`` with one of these ids, and all descendants.
+    The processes of a command are the process with its id, all processes in that process's session, and all whose
+    environment variable ``MARK`` is ``token.id``. A process may appear several times in the result.
     """
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():

@@ -125,8 +125,8 @@ def stack_size(
         return 1, "two trials do not fit into half of the free memory"
     if fitting < share:
         limit = "was measured" if fitting == MOST else "fits into half of the free memory"
-        return fitting, f"a stack, the largest that {limit}"
-    return share, f"a stack of 1/{LEAST_ROUNDS * gpus} of all trials"
+        return fitting, f"the largest stack that {limit}"
+    return share, f"a stack with 1/{LEAST_ROUNDS * gpus} of all trials"
 
 
 @dataclass
@@ -161,8 +161,8 @@ class TrialTrainer:
         """Train the proposals of a worker and return their outcomes. Invalid values get an infinite loss.
 
         Raises:
-            InputError: if the trials of a stack do not fit into memory together, or if the training text or the start
-                weights have changed.
+            InputError: if stacked trials (trained as one batched model) do not fit into memory, or if the training
+                text or the start weights have changed.
             TrialReleased: if the search is stopped during the training.
             WorkerDied: if the worker process died.
         """

@@ -253,7 +253,7 @@ class SearchLoop:
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
         """Allow one more attempt for the failed trials of ``calls``, but only once per trial.
 
-        If ``fails`` and an attempt was allowed, leave it to the next command, and end this search with an InputError.
+        With ``fails``, end this search with an InputError if an attempt was allowed.
         """
         numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self.stored.give_back(numbers, self._leases.node) and fails:

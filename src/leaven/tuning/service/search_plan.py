@@ -408,10 +408,9 @@ class SearchPlan:
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a search ended because its last rounds gained less than the noise.
+        """Return whether a search that was not stopped ended because its last rounds gained less than the noise.
 
-        A search that ended for another reason has no untried points, or no budget for another trial before the final
-        trials. Do not call this for a search that the user stopped.
+        This is so if it still has untried points, and budget for another trial before the final trials.
         """
         # A plan without a cache, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)

@@ -9,12 +9,12 @@ trial, plus one for each retry. In this file, an Optuna trial is called an attem
   existing attempts, so a crash cannot lose a job. If there are two attempts for the same job, the attempt with the
   lower number runs, and the other one is marked as failed. This happens if two commands create an attempt at the same
   time, or if a command creates it again after its connection broke.
-- If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial,
-  once. If the retry dies too, the trial has failed. Ctrl-C releases the running attempts of a command.
-  Their trials are retried, too, but a released attempt does not count as one that died.
+- If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` runs the trial again. If two
+  attempts at a trial have died, the trial has failed. An attempt that Ctrl-C ends is retried, too, but does not count
+  as died.
 - If many trials of a command fail in a row, its machine may be broken. The command then adds to each of these trials
-  an ended attempt with the attribute ``given_back``, so that the trial runs again. Failures of the trial before this
-  attempt no longer count. A trial is given back only once.
+  an ended attempt with the attribute ``given_back``. The earlier failures of the trial no longer count, and it runs
+  again. This happens only once for a trial.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's
   samplers need a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. A wrong digest shows that
@@ -384,9 +384,9 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
-    """Return whether ``attempt`` has replaced ``before``, which an earlier read found under the same number.
+    """Return whether ``attempt`` is not the attempt ``before``, which had the same number at an earlier read.
 
-    It has if the owner, job or time of start differs, or if ``before`` had ended and ``attempt`` has not.
+    This is so if owner, job or time of start differ, or if ``before`` had ended and ``attempt`` has not.
     """
     earlier = before.state.is_finished() and not attempt.state.is_finished()
     return earlier or any(attempt.user_attrs.get(key) != before.user_attrs.get(key) for key in (OWNER, JOB, BEGAN))

@@ -146,8 +146,8 @@ class StudyFolder:
         if others := [number for number, loss in saved.items() if losses[number] != loss]:
             raise InputError(
                 f"{file} has the loss {saved[others[0]]} for trial {others[0]}, but {self.study} has "
-                f"{losses[others[0]]}, as if one of them is from a copy of the study; give the store that belongs to "
-                "this folder; if study.json or the store was replaced, restore it; or use another folder"
+                f"{losses[others[0]]}; one of the two is probably from a copy of the study; give the store that "
+                "belongs to this folder; if study.json or the store was replaced, restore it; or use another folder"
             )
 
     def require_own(self, stored_id: str) -> None:
@@ -185,8 +185,8 @@ def write_results(
     """Write study.json and return its content. Write the best point to best.toml. If another point with fewer
     changes to the start is as good, write it to fewest.toml; otherwise remove fewest.toml.
 
-    A file that the user has edited is never overwritten or removed. If its point has changed since the last call,
-    the edited file is renamed and a new file is written. Otherwise, the edited file stays.
+    A file that the user has edited is never overwritten or removed. If the search has found another point for this
+    file, the edited file is renamed and a new file is written.
 
     Args:
         note: receives a line for the user if an edited file stays or is renamed.

@@ -51,13 +51,13 @@ def join_study(
     Args:
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``. If not, and the study uses trials of an earlier study, the stored
-            noise replaces ``noise``.
+        own_noise: whether the user gave ``noise``. If false, a study that uses trials of an earlier study keeps its
+            stored noise.
         recipe, shared: the recipe and further settings that all commands on the study must share.
 
     Raises:
-        InputError: if another program or an older version created the study, if the study has other settings or
-            lacks a kind of prior knowledge that ``axes`` has, or if its stored settings were changed or damaged.
+        InputError: if another program or an older version created the study, if the study has other settings, if it
+            was created without prior knowledge that ``axes`` has, or if its stored settings were changed or damaged.
     """
     here: dict[str, Any] = {
         "method": method,
@@ -109,7 +109,7 @@ def unused_knowledge(given: Axes, stored: Axes) -> list[str]:
         and not np.array_equal(given.earlier.losses, stored.earlier.losses),
     }
     return [
-        f"{OPTIONS[key]} has other content than when the study was created; the study keeps its first"
+        f"{OPTIONS[key]} has other content than when the study was created; the study still uses the old content"
         for key, different in unused.items()
         if different
     ]

@@ -138,8 +138,8 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Return lines about a batch size: its ratios to the laws' batch sizes, its tokens and steps relative to the
-    fewest possible, and the rules for adapting the lr."""
+    """Return lines about a batch size: its ratios to the laws' batch sizes, the cost in tokens and steps of training
+    with it, and the rules for adapting the lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -175,7 +175,7 @@ def _spreads(
     if batch_tokens is not None:
         lr, batch = median(each.at_batch.square_root for each in own if each.at_batch), batch_tokens
     tau = next(law.tau for law in own if law.tau)
-    decay = f"{batch / (tau * tokens * lr):.2g} by tau {tau:.2g}, at lr {scientific(lr)} and batch {quantity(batch)}"
+    decay = f"{batch / (tau * tokens * lr):.2g} from tau {tau:.2g}, lr {scientific(lr)} and batch {quantity(batch)}"
     counted = params if params_non_embedding is None else params_non_embedding
     missing = "" if params_non_embedding else " (all parameters are used instead; give --params-non-embedding)"
     smaller = [law.law for law in laws if law.params_definition == "non-embedding"]

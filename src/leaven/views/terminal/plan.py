@@ -94,7 +94,7 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return the first batch size and speed of a ramp. A speed just below the full speed is shown as 99%."""
+    """Return the first batch of a ramp and its speed, ``524 k tokens: 62%``. Only full speed is shown as 100%."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
