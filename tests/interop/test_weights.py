@@ -27,6 +27,7 @@ from leaven.interop.huggingface_config import read_config, shape_of
 from leaven.interop.weights import (
     SHARD_BYTES,
     ends_caution,
+    not_exported,
     read_huggingface,
     recipe_from,
     require_start,
@@ -911,3 +912,13 @@ def test_the_fingerprint_of_tensors_has_what_the_samples_of_a_file_miss(tmp_path
     header = json.dumps({str(number): {"data_offsets": [0, 2**18]} for number in range(100_000)}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2**18))
     tensors_fingerprint(tmp_path)
+
+
+def test_what_an_export_does_not_have_is_named(tmp_path: Path) -> None:
+    assert not_exported(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 8}')
+    assert not_exported(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (tmp_path / "generation_config.json").touch()
+    said = "generation_config.json and the chat_template of tokenizer_config.json"
+    assert f"not in the export: {said} of {tmp_path}" in (not_exported(tmp_path) or "")

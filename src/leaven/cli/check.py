@@ -290,7 +290,7 @@ def duration(
         if (longer := recipe.data.tokens / recipe.base.tokens) != 1:
             factor = longer ** (recipe.scaling.token_exponent - changed.scaling.token_exponent)
             more[:0] = [
-                f"the new exponent changes values of this recipe, such as lr x{format_number(factor)}, because the run "
+                f"the new exponent changes this recipe's values, e.g. lr x{format_number(factor)}, because its run "
                 f"has {format_number(longer)} times the tokens of the base; see leaven show {quote(str(write))}"
             ]
     elif write is not None:

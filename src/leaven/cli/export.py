@@ -49,11 +49,14 @@ def weights(
     The README.md in the folder is a model card with the recipe, the reasons for its values, the validation loss and
     the data.
     """
+    from leaven.interop.weights import not_exported
     from leaven.training.load import export_run, load_run
 
     loaded = load_run(run, tokens, averaged=averaged)
     say_skipped(loaded.skipped, loaded.changed)
     architecture = export_run(loaded, folder, dtype=dtype, licence=data_license)
+    if (start := loaded.recipe.start.folder) is not None and (missing := not_exported(start)):
+        warn([missing])
     document = WeightsDocument(
         path=str(folder), architecture=architecture.name, tokens=loaded.tokens, averaged=averaged
     )

@@ -413,6 +413,19 @@ def start_cautions(recipe: Recipe, tokenizer: Path | None, end: int | None) -> l
     return [caution for caution in found if caution]
 
 
+def not_exported(folder: Path) -> str | None:
+    """Return a warning that names what the model in ``folder`` has beside its weights, and an export of a run that
+    started from it does not have. Return None if there is nothing."""
+    names = ("chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+    found = [name for name in names if (folder / name).exists()]
+    with suppress(InputError):
+        stated = read_json(folder / "tokenizer_config.json")
+        found += ["the chat_template of tokenizer_config.json"] * ("chat_template" in stated)
+    if not found:
+        return None
+    return f"not in the export: {listed(found, 'and')} of {folder}; copy what the model still needs"
+
+
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
     """Return a warning if a token id means different tokens in ``folder`` and in the file ``tokenizer``.
 
