@@ -45,8 +45,7 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs of the lr grid. For each lr, the smallest width has one run per seed, and each larger width has
-        one run per scaling rule, with seed 0."""
+        """The runs of the lr grid: the base with all seeds, each larger width with seed 0 and both scaling rules."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -54,10 +53,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the runs with ``lr`` and seeds above 0, at the largest width and for both scaling rules.
-
-        ``grid`` has those with seed 0.
-        """
+        """Return the runs with ``lr`` at the largest width, for both rules and the seeds that ``grid`` leaves out."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -69,8 +65,6 @@ class Size:
 
 @dataclass(frozen=True)
 class DemoPoint:
-    """One training run of a demo."""
-
     rule: str  # scaling rule: COPIED keeps the hyperparameters of the base width, MOVED scales them
     width: int
     lr: float  # lr at the base width
@@ -88,14 +82,8 @@ def run_demo(
 ) -> DemoDocument:
     """Run or resume the demo in a folder, and return its document.
 
-    Args:
-        size: "full" or "quick". None: the resumed demo's; "full" for a new demo.
-        source: ``data.source`` of the recipe. None: the resumed demo's text, or that of demo.toml.
-        stop: returns true once the user has asked to stop.
-
-    Raises:
-        InputError: if the folder cannot be used, or if the source has no text.
-        ChecksStopped: if ``stop`` returned true. The same call resumes the demo.
+    A ``size`` ("full" or "quick") or ``source`` of None is that of the resumed demo, or else "full" and the text of
+    demo.toml. Raise ChecksStopped once ``stop`` returns true. The same call then resumes the demo.
     """
     require_writable(folder)
     require_page(folder / "report.html")  # before minutes of training

@@ -50,20 +50,15 @@ def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {close[0]}?" if close else otherwise
 
 
-AGAIN_AFTER = 1.0
-"""Seconds. A Ctrl-C within this time after the first one is ignored, because the terminal and a parent process such
-as torchrun may both send the signal."""
+AGAIN_AFTER = 1.0  # seconds after the first Ctrl-C; others are ignored until then, as torchrun may send them, too
 STOPPING = "stopping at the next safe point; press Ctrl-C again to stop at once"
 
 
 class InputError(ValueError):
-    """An error in the user's input. The message is one line: what is wrong and what to type. The exit code is 2.
-
-    The message is made safe to print with :func:`shown`, because Python may print it in a traceback.
-    """
+    """An error in the user's input. The message is one line: what is wrong and what to type. The exit code is 2."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(shown(message))
+        super().__init__(shown(message))  # Python may print it in a traceback
 
 
 class Settled(InputError):

@@ -26,19 +26,15 @@ from typing import Any, BinaryIO, cast
 
 from leaven.errors import InputError
 
-LARGEST = 2**30
-"""Default limit of :func:`read` on the size of a file, in bytes."""
-
-PAGE = b"<!doctype html"
-"""How an HTML page of leaven begins."""
+LARGEST = 2**30  # bytes; default limit of :func:`read` on the size of a file
+PAGE = b"<!doctype html"  # how an HTML page of leaven begins
 
 # A URL, whose :// becomes :/ in a path, or password= as in the login of a database. C:/ of Windows is no URL.
 _ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
 
 _PAGE_SEAL = b"\n<!-- digest "  # before the digest at the end of a page
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
-"""Error numbers of a disk or quota that is full."""
+FULL = {errno.ENOSPC, errno.EDQUOT}  # error numbers of a disk or quota that is full
 
 _AWAY = """EIO ESTALE ENOTCONN ETIMEDOUT ENODEV ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ECONNABORTED
     ECONNREFUSED ECONNRESET EREMOTEIO ENOLINK ECOMM"""
@@ -84,10 +80,7 @@ def read(path: Path | str, most: float = LARGEST) -> bytes:
 
 
 def require_target(path: Path, advice: str) -> None:
-    """Raise InputError if ``path`` or a folder above it is a symbolic link whose target is missing.
-
-    The message ends with ``advice``. If the path cannot be read, no error is raised.
-    """
+    """Raise InputError with ``advice`` if ``path`` or a folder above it is a link whose target is missing."""
     for each in () if os.path.exists(path) else (path, *path.parents):
         if os.path.islink(each) and not os.path.exists(each):
             raise InputError(
@@ -211,8 +204,8 @@ def digest(content: bytes | BufferedReader, size: int = 8) -> str:
 def require_page(path: Path) -> None:
     """Raise InputError if leaven must not write an HTML page to ``path``.
 
-    The name must end in .html. A new path is allowed, and so is an empty file, or an HTML page that nobody edited
-    after leaven wrote it. A device or a pipe is allowed as well.
+    The name must end in .html. A file there must be empty, or a page that nobody edited after leaven wrote it. A pipe
+    or a device is allowed.
     """
     if is_device(path):
         return
@@ -293,10 +286,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path, *, device: bool = False) -> None:
-    """Raise InputError if ``path`` is in use: a file, a folder with files, the current folder or a disk's root.
-
-    With ``device`` true, a device or a pipe is accepted.
-    """
+    """Raise InputError if ``path`` is in use: a file, a folder with files, the current folder or a disk's root."""
     require_folder_name(path)
     if device and is_device(path):
         return
@@ -429,10 +419,7 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether the last line of a file is ``document`` as JSON. Return False if the file is missing.
-
-    A caller uses this after an append has failed, because the line may have been written in spite of the error.
-    """
+    """Return whether a file ends with ``document`` as a line. A failed append may have written it."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -458,8 +445,6 @@ def _torn(file: FileIO) -> bytes:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """The content of a file with one JSON object per line."""
-
     documents: list[dict[str, Any]]  # the JSON objects, in order
     damaged: list[int]  # line numbers (from 1) of complete, non-empty lines that are not JSON objects
     numbers: list[int]  # the line number of each entry of ``documents``

@@ -19,10 +19,7 @@ class Expectation:
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return the predicted best values, by recipe path. Hyperparameters that are 0 in the recipe are left out.
-
-    The predictions come from published runs and from scaling laws.
-    """
+    """Return the predicted best values, by recipe path. Hyperparameters that are 0 in the recipe are left out."""
     near, lr, batch = case.size.near, lr_evidence(case.size, case.batch), batch_evidence(case.size)
     decays = near.values("hyperparameters.weight_decay")
     by_tau = case.batch / (case.hidden("lr") * case.tokens * power_lines_tau(case.params, case.tokens))

@@ -42,10 +42,7 @@ class Point(NamedTuple):
 
 
 class Power(Part):
-    """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit.
-
-    N, D, C and L are the parameters, tokens, FLOPs and loss of a :class:`Point`.
-    """
+    """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit."""
 
     coefficient: float
     params: float = 0.0  # exponent of N

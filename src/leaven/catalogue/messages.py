@@ -108,10 +108,7 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of message ``key`` in ``section`` of ``catalogue/messages.toml``, with ``facts`` filled in.
-
-    A part is left out if a field in it has no value in ``facts``.
-    """
+    """Return the parts of message ``key`` in ``section`` of ``catalogue/messages.toml``, with ``facts`` filled in."""
     return filled(templates()[section][key], facts)
 
 

@@ -101,10 +101,7 @@ def nearest(
 
 
 def near_run(run: PublishedRun, distance: float, params: int, factor: float, wanted: Stack) -> NearRun:
-    """Return the row of ``leaven recipes nearest`` for a run at ``distance`` from a model with ``params``.
-
-    The row says whether the sizes differ by at most ``factor``, and whether the run has the stack ``wanted``.
-    """
+    """Return the row of ``leaven recipes nearest`` for a run at ``distance`` from a model with ``params``."""
     apart = ratio(run.params_total, params)
     return NearRun(
         **run.summary().model_dump(),
@@ -133,10 +130,7 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the values ``by`` and the most frequent of them, or None if ``by`` is empty.
-
-    ``by`` maps each run or law to its value. If several values are equally frequent, the first is chosen.
-    """
+    """Return the values ``by`` of runs or laws, and the most frequent of them (the first, if several are)."""
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
@@ -170,7 +164,6 @@ class Neighbours:
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
-        """Return the runs of ``ranked`` whose size is within a factor of `FACTOR` of the model's size."""
         return tuple(run for run in self.ranked if size_ratio(run, self.params) <= FACTOR)
 
     @cached_property
@@ -205,10 +198,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the values ``by`` and their median in log space, weighted by :meth:`weights`.
-
-        ``by`` maps run ids to values.
-        """
+        """Return the values ``by`` and their median in log space, weighted by :meth:`weights`."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
@@ -237,9 +227,7 @@ class Neighbours:
 
 
 def mixtures(params: int, alike: tuple[int, int] | None = None, reference: PublishedRun | None = None) -> Neighbours:
-    """Return published mixtures of experts, with any optimizer: the one nearest in size from each lineage.
-
-    The nearest mixtures come first.
+    """Return published mixtures of experts, with any optimizer: of each lineage the nearest in size, nearest first.
 
     Args:
         params: the number of parameters that a token uses.
@@ -268,8 +256,7 @@ def neighbours(
     reference: PublishedRun | None = None,
     experts: bool = False,
 ) -> Neighbours:
-    """Return the neighbours of a model: the most similar run of each lineage. Only runs whose lr is comparable to
-    AdamW's are used.
+    """Return the neighbours of a model: the most similar run of each lineage with an lr comparable to AdamW's.
 
     Runs whose size is within the factor `FACTOR` of the model's come first, then all others. Each of these two groups
     is in the order of :func:`nearest`.

@@ -21,8 +21,7 @@ def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any)
 def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
     """Return an unbiased estimate of tr(Sigma) from the squared gradient norms of a small and a big batch.
 
-    tr(Sigma) is the variance of one token's gradient, summed over all parameters. Arguments as for
-    :func:`squared_gradient`.
+    tr(Sigma): variance of a token's gradient, summed over all parameters. Arguments: see :func:`squared_gradient`.
     """
     return (small_squared - big_squared) / (1 / small - 1 / big)
 
@@ -33,10 +32,7 @@ def tokens_over_least(batch: float, critical: float) -> float:
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return (steps to reach a loss with ``batch``) / (steps to reach the same loss with a huge batch).
-
-    ``critical`` is the critical batch, in the unit of ``batch`` (McCandlish et al. 2018, section 2.3).
-    """
+    """Return (steps to reach a loss at ``batch``) / (steps at a huge batch): McCandlish 2018, section 2.3."""
     return 1 + critical / batch
 
 

@@ -54,10 +54,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has the same values as this stack. Adam counts as AdamW.
-
-        A value that is None in this stack is not compared.
-        """
+        """Return whether ``other`` has the values of this stack that are not None. Adam counts as AdamW."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -74,8 +71,7 @@ class Stack(NamedTuple):
 class PublishedRun(Part):
     """A published run, or a run that leaven tuned itself (with :attr:`tuning`).
 
-    Fields have the values that the source states. Properties have leaven's names and units. None means
-    unknown.
+    Fields have the values that the source states. Properties have leaven's names and units. None means unknown.
     """
 
     id: str
@@ -135,7 +131,6 @@ class PublishedRun(Part):
 
     @property
     def ramp_start_tokens(self) -> int | None:
-        """Return the ramp's first batch size in tokens, if known."""
         ramp = self.ramp
         if ramp is None:
             return None
@@ -187,7 +182,6 @@ class PublishedRun(Part):
 
     @property
     def lr_comparable(self) -> bool:
-        """Return whether the lr is known, the optimizer is Adam or AdamW, and the run does not use muP."""
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
@@ -206,7 +200,6 @@ class PublishedRun(Part):
 
     @property
     def warmup_fraction(self) -> float | None:
-        """Return (tokens of the warm-up) / (tokens of the run), if known."""
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
             return None
@@ -249,7 +242,6 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """Return leaven's name for the published decay of the lr, such as "cosine"."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property
@@ -273,7 +265,6 @@ class PublishedRun(Part):
 
     @property
     def tokens_per_parameter(self) -> float | None:
-        """Return (training tokens) / (parameters that a token uses)."""
         return self.tokens / self.params_active if self.tokens else None
 
     @property
@@ -286,7 +277,6 @@ class PublishedRun(Part):
 
     @property
     def expert_ratio(self) -> float | None:
-        """Return w / d_model, where w is the total width of a token's routed and shared experts."""
         arch = self.arch
         if not (arch.d_expert and arch.experts_per_token and arch.d_model):
             return None
@@ -300,7 +290,6 @@ class PublishedRun(Part):
 
     @property
     def query_groups(self) -> float | None:
-        """Return the number of query heads per key-value head."""
         return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
 
     @property

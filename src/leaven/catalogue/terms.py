@@ -25,10 +25,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the name of the optimizer, or `L2_DECAY` for ``adam`` with weight decay.
-
-    ``adam`` adds the decay to the gradient (L2). The "Adam" of published runs decays the weights like AdamW.
-    """
+    """Return the optimizer's name. ``adam`` adds the decay to the gradient, unlike the "Adam" of published runs."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
@@ -40,7 +37,6 @@ def _rotary_fraction(arch: PublishedArchitecture) -> float | None:
 
 
 def _balance(run: PublishedRun) -> str | None:
-    """Return how a run balances its experts, judged by the coefficients that it publishes."""
     loss, bias = (run.optim and run.optim.moe_load_balance_loss), (run.optim and run.optim.moe_bias_update_speed)
     return "both" if loss and bias else "loss" if loss else "bias" if bias else None
 
@@ -83,7 +79,6 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
     "hyperparameters.optimizer": _optimizer,
     "hyperparameters.z_loss": lambda recipe: recipe.hyperparameters.z_loss or None,
 }
-
 
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 TERMS: dict[str, list[str]] = _DATA["published"]

@@ -122,7 +122,6 @@ _ADVICE = {
 }
 
 
-# The text that `leaven` prints without arguments.
 FIRST_STEPS = """leaven chooses the hyperparameters of a language-model pre-training run, checks on small models
 that they transfer to the large model, and trains it. Three ways to begin:
 
@@ -149,8 +148,7 @@ def _no_verb(
 def main() -> None:
     """Run the command line, and exit. Errors print one line to standard error; with LEAVEN_DEBUG, a traceback.
 
-    The exit code is 2 for wrong input, 70 for a bug, 75 after Ctrl-C or another signal, and 1 for other
-    failures.
+    The exit code is 2 for wrong input, 70 for a bug, 75 after Ctrl-C or another signal, and 1 for other failures.
     """
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):

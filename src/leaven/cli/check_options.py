@@ -52,8 +52,6 @@ SourceOption = Annotated[
         metavar="TEXT",
     ),
 ]
-
-
 RUN_OPTION = option("The folder for the training runs. Run the same command again to resume them.", metavar="DIR")
 LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of finished runs
 
@@ -226,7 +224,6 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Run ``check`` in the folder ``self.run``, and return its document."""
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (
@@ -283,8 +280,7 @@ class LoggedRunOptions(RunOptions):
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
         """Return the path of the logs, or None if the check trains the runs itself.
 
-        Raise InputError if an option is missing or does not fit. ``only_logs`` has the names, separated by spaces, of
-        options that are allowed only with logs.
+        ``only_logs`` has the names, separated by spaces, of options that are allowed only with logs.
         """
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():

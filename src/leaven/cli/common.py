@@ -42,10 +42,7 @@ def option(help: str, default: str | bool = True, names: str = "", **more: Any) 
 
 
 def argument(metavar: str, help: str, default: str | bool = True) -> Any:
-    """Return an argument of a command for typer.
-
-    ``default`` is the text that ``--help`` shows as the default. True: show the default itself. False: show none.
-    """
+    """Return an argument of a command for typer. ``default`` is as in :func:`option`."""
     return typer.Argument(metavar=metavar, help=help, show_default=default)
 
 
@@ -133,10 +130,7 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed an option in ``others``, such as ``"params tokens"``.
-
-    Call this if ``option`` is given. The message says that the two cannot be combined.
-    """
+    """Raise InputError if the user typed, beside ``option``, an option in ``others``, such as ``"params tokens"``."""
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -239,10 +233,7 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int, recipe: "Recipe | None" = None) -> "TokenSet":
-    """Tokenise a text, and return the tokens. Show a progress bar, and print notes.
-
-    If ``recipe`` is given, also print cautions about its [start] weights.
-    """
+    """Return the tokens of a text. Show progress, and print notes and, with ``recipe``, cautions about [start]."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

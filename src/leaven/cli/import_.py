@@ -63,9 +63,8 @@ def config(
         recipe=found.recipe.model_dump(mode="json"),
     )
     if output is not None or json_output:
-        screen = [] if output is None else [wrote(output, found.recipe)]
         following = next_commands.after_writing(output, found.recipe, Path(f"{name}.toml"))
-        print_document(document, screen, json_output, following)
+        print_document(document, [wrote(output, found.recipe)] if output is not None else [], json_output, following)
     else:
         echo(render(found.recipe), newline=False)  # so that `> OUT.toml` writes a valid recipe
     if not json_output:

@@ -153,8 +153,7 @@ def new(
         experts=mixture,
     )
     started = start(request, cluster)
-    cautions = [*unlike(started.source, started.target), *warnings(started.target)]
-    warn(each.message for each in cautions)
+    warn(each.message for each in [*unlike(started.source, started.target), *warnings(started.target)])
     if started.proxy is None:
         _require_no_proxy(proxy_output)
     _warn_of_tuned(next_commands.beside(output, next_commands.TUNED))
@@ -171,7 +170,6 @@ def new(
 
 
 def _mixture(context: typer.Context, experts: int | None, active: int | None) -> tuple[int, int] | None:
-    """Return the numbers of --experts and --active, or None if neither is given."""
     if experts is None and active is None:
         return None
     if experts is None or active is None:

@@ -34,12 +34,7 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``check coordinates`` passed.
-
-    - If ``path`` is a proxy: the commands that tune it.
-    - If ``path`` has a proxy that is not yet tuned, and ``overrides`` is empty: the commands that tune the proxy.
-    - Otherwise: the command that trains ``path``, or plans it if this machine is too small.
-    """
+    """Return the commands to suggest after ``check coordinates`` passed: tune an untuned proxy, or else train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -55,14 +50,7 @@ def after_findings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command to suggest after a check that failed or is undecided, as a list of at most one.
-
-    - No row failed, and the check advises options: the same check with these options.
-    - A row failed under a scaling rule other than complete-d-p: the same check with complete-d-p.
-    - Otherwise: a command that writes an HTML page about the check, or none if there is a ``page`` already.
-
-    ``run`` is the folder of the check, if it has one.
-    """
+    """Return at most one command to suggest after a check that failed or is undecided: a better check, or a page."""
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
         return [again(*" ".join(check.options).split())]
@@ -93,10 +81,7 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 
 
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
-    """Return the commands to suggest after ``transfer`` and ``import config``: check the recipe, and train it.
-
-    If ``output`` is None, return the user's command with ``-o name`` added.
-    """
+    """Return the commands to suggest after ``transfer`` and ``import config``: check ``output``, or write it."""
     if output is None:
         return [again("-o", str(free(name)))]
     return [_line("recipes", "check", output), *train(output, recipe)]
@@ -105,8 +90,7 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands to suggest after the plan of a recipe: tune an untuned proxy, and train as planned.
 
-    Return [] for a plan that leaven cannot train. With ``overrides``, suggest no tuning, because they do not apply to
-    the proxy.
+    With ``overrides``, no tuning is suggested, because they do not apply to the proxy.
     """
     if not found.memory.fits or found.layout["cp"] > 1:  # leaven cannot train context parallelism
         return []
@@ -160,19 +144,14 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the commands that tune the proxy in ``path``: ``leaven tune``, and before it ``leaven plan`` if this
-    machine is too small.
-
-    With ``target``, ``--trials`` is chosen from (cost of a trial) / (cost of the target's run).
-    """
+    """Return the commands that tune the proxy in ``path``, first ``leaven plan`` if this machine is too small."""
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
     if target is not None:
         work, full = (run.model.params_active * run.data.tokens for run in (proxy, target))
-        each = work / full
         from leaven.catalogue.starter.proxy import trials_worth
 
-        trials, name = ("--trials", trials_worth(each)), target.name
+        trials, name = ("--trials", trials_worth(work / full)), target.name
     plan = [] if trainable_here(proxy) else [_line("plan", path, "--gpus", _cluster(proxy, target))]
     return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, sets=sets)]
 
@@ -192,7 +171,6 @@ def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster
 
 
 def _proxy_to_tune(path: Path) -> Recipe | None:
-    """Return the proxy of the target at ``path``, or None if there is no proxy or the proxy has been tuned."""
     proxy = beside(path, PROXY)
     return read_recipe(proxy) if proxy.exists() and not beside(path, TUNED).exists() else None
 
@@ -211,10 +189,7 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the recipe's cluster if :func:`known_cluster` finds one, or else enough GPUs to train the recipe.
-
-    The GPUs are those of the target's cluster, or `EXAMPLE_GPU` if the target has no known GPUs.
-    """
+    """Return the recipe's known cluster, or else enough of the target's GPUs (or of `EXAMPLE_GPU`) to train it."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
@@ -231,10 +206,7 @@ def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
 
 
 def again(*words: str) -> str:
-    """Return the command that the user typed, without ``--json`` and with ``words`` added.
-
-    An option in ``words`` replaces the same option in the command, except ``--set``.
-    """
+    """Return the command that the user typed, with ``words`` added. They replace options of the same name."""
     typed, replaced = [word for word in sys.argv[1:] if word != "--json"], {*words[::2]} - {"--set"}
     at = 0
     while at < len(typed):
@@ -269,7 +241,6 @@ def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) 
 
 
 def _of_study(path: Path) -> bool:
-    """Return whether ``path`` is a recipe that a study wrote."""
     return path.name in {"best.toml", "fewest.toml"} and (path.parent / "study.json").exists()
 
 

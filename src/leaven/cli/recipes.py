@@ -212,7 +212,6 @@ def check(
 
 
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:
-    """Print rows as JSON, as CSV, or by default as the table ``screen``. In CSV, unknown values are empty."""
     if csv_output and json_output:
         raise InputError("--csv cannot be combined with --json; leave one of them out")
     if not csv_output:

@@ -1,6 +1,4 @@
-"""Defines the command ``leaven train``. :mod:`leaven.training.trainer` lists the steps of the command and the source
-file of each.
-"""
+"""Defines the command ``leaven train``. :mod:`leaven.training.trainer` lists its steps and their source files."""
 
 import os
 from pathlib import Path

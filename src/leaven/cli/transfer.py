@@ -116,12 +116,10 @@ def transfer(
 
 
 def _paths(overrides: list[str] | None) -> list[str]:
-    """Return the paths of the values in ``--set`` options."""
     return [item.partition("=")[0].strip() for item in overrides or ()]
 
 
 def _scaled(paths: list[str], small: Recipe, big: Recipe) -> list[str]:
-    """Return a warning for each value at ``paths`` that the transfer from ``small`` to ``big`` has changed."""
     given, now = (flatten(recipe.model_dump(mode="json")) for recipe in (small, big))
     return [
         f"--set {path} applies before the transfer: it sets {value}, and the new recipe has {now.get(path)}"

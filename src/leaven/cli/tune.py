@@ -210,7 +210,6 @@ def tune(
 
 
 def _of_longest(recipe: "Recipe", durations: list[int] | None) -> "Recipe":
-    """Return the recipe with the longest duration as ``data.tokens``. Warn if this changes the recipe."""
     if not durations or recipe.data.tokens == max(durations):
         return recipe
     warn([f"data.tokens {recipe.data.tokens:,} is replaced by {max(durations):,}, the longest of --durations"])
@@ -219,11 +218,7 @@ def _of_longest(recipe: "Recipe", durations: list[int] | None) -> "Recipe":
 
 
 def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return (database URL or None, folder of the results) of a study.
-
-    ``study`` is a folder, or the URL of a database. With a URL, the results are in ``out``, by default in
-    studies/``name``. Raise InputError if ``out`` is given without a URL.
-    """
+    """Return (database URL or None, folder of the results) of a study."""
     if "://" in study:
         return study, out or Path("studies", name)
     if out is not None:
@@ -236,10 +231,7 @@ def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
 def _command(
     context: typer.Context, path: Path, command: str | None, loss: str | None, overrides: list[str] | None
 ) -> "tuple[Command | None, CommandSpace | None]":
-    """Return the user's training command, and its search space if ``path`` is a command file.
-
-    The command is None if leaven's own trainer is used.
-    """
+    """Return the user's training command, if any, and its search space if ``path`` is a command file."""
     from leaven.recipe.files import validated
     from leaven.tuning.command import Command, command_space, is_command_file
 
@@ -300,10 +292,9 @@ def _study_of_recipe(
     gpus: int,
     given: dict[str, Any],
 ) -> "Study":
-    """Return the study in which leaven's own trainer trains a recipe.
+    """Return the study of a recipe, after checking the arguments, because tokenising its text may take long.
 
-    A worker trains at most ``stack`` trials at once, by default 1. If ``gpus`` is above 0, leaven chooses this number
-    for CUDA GPUs. The arguments are checked before the text is tokenised, which may take long.
+    With ``gpus``, the number of CUDA GPUs, leaven chooses how many trials each of them trains at once.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable

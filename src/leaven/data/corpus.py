@@ -39,7 +39,6 @@ OnProgress = Callable[[str, int, int], None]
 
 REPORT_EVERY_BYTES = 2**20
 
-
 AnyPart = TypeVar("AnyPart", TextPart, TokenPart)
 AnySurvey = TypeVar("AnySurvey", bound="DataclassInstance")
 
@@ -79,8 +78,6 @@ class Survey:
 
 @dataclass(frozen=True)
 class TextDocument:
-    """One document of a source."""
-
     key: str  # such as b/c.jsonl:7; in a Hugging Face data set, name of the split and row, such as train:7
     text: str
     validation: bool  # True for a validation document, False for a training document
@@ -106,7 +103,6 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all keys and texts."""
         content = blake2b(digest_size=16)
         for part, survey in zip(self.parts, self.surveys, strict=True):
             key = _encoded(part.key)
@@ -119,8 +115,7 @@ class Corpus:
         A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all
         possible hashes. If one split would be empty, it gets one document. A single document is cut in two.
 
-        Raises:
-            InputError: at the end of a file that has changed since the corpus was opened.
+        Raise InputError at the end of a file that has changed since the corpus was opened.
         """
         single = self.n_documents == 1
         lowest = min(survey.lowest for survey in self.surveys)
@@ -203,8 +198,7 @@ def cached_surveys(
     survey: Callable[[AnyPart, Meter], AnySurvey],
     cached: Callable[[AnyPart, dict[str, Any]], AnySurvey],
 ) -> list[AnySurvey]:
-    """Return the survey (counts and hashes) of each part. The file ``path``, if given, caches surveys of
-    unchanged parts.
+    """Return the survey (counts and hashes) of each part. ``path``, if given, caches surveys of unchanged parts.
 
     Args:
         survey: reads a part and returns the survey (a data class).
@@ -230,7 +224,6 @@ def cached_surveys(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return {part key: stamp and survey} from a cache file, or {} if the file cannot be used."""
     try:
         document: Any = storage.json_object(storage.read(path))
         known = dict(document["parts"])
@@ -251,8 +244,7 @@ def _digest(parts: dict[str, Any]) -> str:
 
 
 def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
-    """Return the survey with the cached ``values``. Raise ValueError if this survey found the part broken,
-    so that :func:`cached_surveys` reads the part again."""
+    """Return the cached survey. Raise ValueError if it found the part broken, so that the part is read again."""
     if values["broken"]:
         raise ValueError
     return Survey(**values | {"faults": tuple(values["faults"])})

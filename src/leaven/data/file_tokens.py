@@ -44,17 +44,13 @@ class BlockChecksums:
                 self._current, self._room = 0, BLOCK
 
     def hexdigest(self) -> str:
-        """Return the checksums of all bytes so far: eight hexadecimal digits for each block.
-
-        The last block may be incomplete.
-        """
+        """Return eight hexadecimal digits for each block of the bytes so far; the last block may be incomplete."""
         last = [self._current] if self._room < BLOCK else []
         return np.array(self._blocks + last, "<u4").tobytes().hex()
 
 
 def checksums_fit(checksums: Any, n_bytes: int) -> bool:
-    """Return whether ``checksums`` has the form of checksums of ``n_bytes`` bytes: eight hexadecimal digits for each
-    block."""
+    """Return whether ``checksums`` has the form of the checksums of ``n_bytes`` bytes."""
     right = isinstance(checksums, str) and len(checksums) == checksums_size(n_bytes)
     return right and set(checksums) <= set("0123456789abcdef")
 
@@ -103,7 +99,6 @@ class CheckedTokens:
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 
     def _stamp_now(self) -> Any:
-        """Return the time stamps of the files."""
         raise NotImplementedError
 
     def _read(self, first: int, last: int) -> bytes:

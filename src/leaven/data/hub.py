@@ -112,10 +112,7 @@ def _all_ones(table: Any) -> bool:
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
-    """Return (number of rows, files) for each group of rows that ``datasets`` stores together.
-
-    The files are those that ``datasets`` has mapped into memory for these rows.
-    """
+    """Return (number of rows, files mapped into memory) for each group of rows that ``datasets`` stores together."""
     found = []
     for blocks in getattr(table, "blocks", [[table]]):  # blocks: different columns of the same rows
         paths = [block.path for block in blocks if hasattr(block, "path")]
@@ -136,8 +133,7 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         text: name of the column with the text or the token ids. "text" stands for "input_ids" if no column is
             named "text".
 
-    Raises:
-        InputError: if ``datasets`` is missing, the data set cannot be opened, or the split has no rows.
+    Raise InputError if ``datasets`` is missing, the data set cannot be opened, or the split has no rows.
     """
     place, options = _parse(source, "data.source", {"config", "split", "revision"})
     name = options.get("split", "train")
@@ -186,20 +182,14 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
 
 
 def _data_files(builder: Any, split: str = "all") -> list[str]:
-    """Return the paths of the data files of ``split``, which may name several splits: "train[:50%]+test".
-
-    Return [] if ``builder`` is None, as for a folder written by save_to_disk.
-    """
+    """Return the data files of ``split``, such as "train[:50%]+test". ``builder`` is None after save_to_disk."""
     chosen = {} if builder is None else builder.config.data_files or {}
     names = [part.partition("[")[0] for part in split.split("+")]
     return [file for name, files in chosen.items() if str(name) in names or "all" in names for file in files]
 
 
 def _require_whole_streams(source: str, files: Sequence[str]) -> None:
-    """Raise InputError if an Arrow file has bytes after the end of its stream. Readers ignore these bytes.
-
-    An interrupted copy may contain zeros, which readers take for the end of the stream.
-    """
+    """Raise InputError if an Arrow file has bytes after the end of its stream. Readers ignore these bytes."""
     import pyarrow
 
     for path in files:
@@ -245,8 +235,7 @@ def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
 def _is_outdated(builder: Any) -> bool:
     """Return whether a local file of ``builder`` may have changed since ``datasets`` cached it.
 
-    The function compares the change time of the inode (ctime). ``datasets`` compares modification times, which stay
-    old if files come from an archive.
+    ``datasets`` itself compares modification times, which stay old if files come from an archive.
     """
     changed = [os.stat(file).st_ctime_ns for file in _data_files(builder) if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")
@@ -267,10 +256,7 @@ def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
 def fetch_tokenizer(tokenizer: str) -> Path:
     """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or of ``hf:///folder``.
 
-    A file on the Hub is downloaded unless an earlier download exists.
-
-    Raises:
-        InputError: if the address is invalid, huggingface_hub is not installed, or the file cannot be downloaded.
+    A file on the Hub is downloaded unless an earlier download exists. Raise InputError if this fails.
     """
     place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
     if Path(place).is_absolute():

@@ -41,8 +41,7 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
         processes: number of worker processes; by default one per core, or fewer for little text. With 1, no worker
             starts: this process encodes, with threads on all cores.
 
-    Raises:
-        InputError: if a process cannot start or dies.
+    Raise InputError if a process cannot start or dies.
     """
     processes = processes or max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
     if processes == 1:
@@ -76,8 +75,7 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
 
 
 def new_processes(count: int, initialise: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
-    """Return an executor whose processes first call ``initialise(*arguments)``. Raise InputError if none can
-    start."""
+    """Return an executor whose processes first call ``initialise(*arguments)``, or raise InputError."""
     try:
         with signals_blocked():  # this also starts the process that tracks the semaphores
             return ProcessPoolExecutor(count, get_context("spawn"), initializer=initialise, initargs=arguments)

@@ -99,8 +99,6 @@ class BrokenFile(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """A file of text."""
-
     key: str  # path of the file below the source; the key of each document in the file begins with this path
     path: Path
     text: str = "text"  # JSON key or parquet column of the text; ignored for .txt
@@ -119,9 +117,7 @@ class File:
     def rows(self) -> Iterator[TextRow]:
         """Yield the documents, and the lines or rows that cannot be read, in the order of the file.
 
-        Raises:
-            BrokenFile: if the file as a whole cannot be used.
-            InputError: if the package pyarrow is missing.
+        Raise BrokenFile if the whole file cannot be used, and InputError if the package pyarrow is missing.
         """
         try:
             storage.require_file(self.path)

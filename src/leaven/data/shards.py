@@ -85,8 +85,6 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The sizes and the checksums of one file of a shard."""
-
     tokens: int  # number of tokens
     documents: int  # number of documents that end in this file
     bytes: int  # bytes of UTF-8 text that the tokens encode
@@ -131,7 +129,6 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
-    """Return the shards in a folder, or None if they are incomplete, damaged, or of another corpus."""
     path = folder / "index.json"
     try:
         index: dict[str, Any] = storage.json_object(storage.read(path)) or {}
@@ -153,7 +150,6 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
 
 
 def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
-    """Return whether shards have as many documents and bytes of text as the corpus."""
     files = [file for record in records for file in record.values()]
     documents = corpus.n_documents + (corpus.n_documents == 1)  # a single document is cut in two
     return (sum(file.documents for file in files), sum(file.bytes for file in files)) == (documents, corpus.n_bytes)
@@ -246,7 +242,6 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
-    """Return the index entry of a shard, with the checksums of blocks under the separate key "blocks"."""
     files = {split: {key: getattr(record[split], key) for key in COUNTS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 
@@ -263,7 +258,6 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 
 
 def _damage(folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any]) -> dict[Path, str]:
-    """Return what is wrong with each missing or truncated file of a shard, by path."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize

@@ -40,11 +40,9 @@ on its enhancement proposals, and on Shakespeare (docs/log.md)."""
 # Typical bytes of text per byte of a compressed file.
 _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 
-
 TextPart = File | HubSplit
 TokenPart = TokenFile | HubTokens
 """A file, or a split of a data set."""
-
 
 _VALIDATION = "for validation"
 
@@ -92,9 +90,8 @@ def source_parts(source: DataSource) -> SourceParts:
     The key of a file is its path below the last folder before the first wildcard. For example, the pattern
     ``/a/*/*.txt`` gives the file ``/a/b/c.txt`` the key ``b/c.txt``.
 
-    Raises:
-        InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
-            token ids. If ``source.validation`` is set, both sources must have token ids.
+    Raise InputError if the source does not exist, cannot be read, has files of another format, or mixes text with
+    token ids. If ``source.validation`` is set, both sources must have token ids.
     """
     found = _parts(source)
     if source.validation is None:
@@ -229,10 +226,7 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
-    """Return (key, path) of each file of a source, sorted by key.
-
-    Empty folders, and matching paths that are not files, are added to ``not_read``.
-    """
+    """Return (key, path) of each file of a source, sorted by key. Add what has nothing to read to ``not_read``."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":

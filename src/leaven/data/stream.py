@@ -47,8 +47,7 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` of the stream, [count, seq_len + 1]. The samples in the
-        field ``skip`` are left out and not counted."""
+        """Return samples ``first`` to ``first + count - 1`` of those not in ``skip``, [count, seq_len + 1]."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -67,10 +66,7 @@ class Mixture:
     skip: tuple[tuple[int, int], ...] = ()  # ranges of the mixture's sample numbers to leave out, as in `Stream`
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` of the mixture, [count, seq_len + 1].
-
-        The samples in the field ``skip`` are left out and not counted.
-        """
+        """Return samples ``first`` to ``first + count - 1`` of those not in ``skip``, [count, seq_len + 1]."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -86,9 +82,7 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 
 
 @lru_cache(maxsize=16)
-def _period(
-    proportions: tuple[Fraction, ...],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _period(proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the source of each sample in a period, its index in this source, and the samples per source.
 
     The order of the sources repeats after each period. The number of samples from a source is always within 1 - e

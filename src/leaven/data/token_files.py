@@ -53,8 +53,6 @@ class MappedTokens:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of token ids."""
-
     key: str  # path of the file below the source
     path: Path
     dtype: str | None = None  # dtype that the recipe states; None if it states none
@@ -83,9 +81,7 @@ class TokenFile:
     def open(self) -> MappedTokens:
         """Return the token ids, which are read on indexing.
 
-        Raises:
-            BrokenFile: if the file is unreadable, truncated or of an unknown format, or the recipe states
-                another dtype.
+        Raise BrokenFile if the file cannot be used, or the recipe states another dtype.
         """
         found = self._open()
         if self.dtype is not None and found.arrays[0].dtype.name != self.dtype:
@@ -212,8 +208,7 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
     """Return the token ids of an Arrow column whose rows are lists of ids. Raise BrokenFile if an id is null.
 
-    Each row is a document. But if the rows seem to be equal blocks of a longer text (see `BLOCKS`), the ends of
-    documents are unknown.
+    Each row is a document, unless the rows seem to be equal blocks of a longer text (see `BLOCKS`).
 
     Args:
         chunks: the arrays that make up the column.

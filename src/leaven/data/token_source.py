@@ -214,8 +214,6 @@ class TokenReader:
 
 @dataclass(frozen=True)
 class _SourceIds:
-    """The token ids of all parts of a source."""
-
     parts: list[MappedTokens]
     digests: list[str]  # one for each part
     occurring: int | None  # the end-of-text token, if it is known and occurs in the files
@@ -262,7 +260,6 @@ def _cached(mapped: MappedTokens, values: dict[str, Any]) -> TokenSurvey:
 
 
 def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[FileTokens | ArrayTokens, str]]:
-    """Yield each array of ``mapped`` with its checksums from ``survey.blocks``."""
     at = 0
     for array in mapped.arrays:
         yield array, survey.blocks[at : (at := at + checksums_size(array.n_bytes))]
@@ -271,10 +268,7 @@ def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[File
 def _same_at_the_end(
     source: str, files: Sequence[tuple[str, MappedTokens]], end_of_text: int | None
 ) -> Iterator[str]:
-    """Yield one note if some files end with many copies of one token id that is not ``end_of_text``.
-
-    ``files`` has (name, token ids).
-    """
+    """Yield one note if some files end with many copies of one token id that is not ``end_of_text``."""
     found = []
     for name, mapped in files:
         end = ShardedTokens(mapped.arrays)[max(len(mapped) - LONGEST_END - 1, 0) :]
@@ -305,10 +299,7 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first position from ``position`` on at which a document ends, but at most ``stop``.
-
-    If the file does not store document ends and ``end_of_text`` is None, return ``position``.
-    """
+    """Return the first position from ``position`` on at which a document ends, but at most ``stop``."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

@@ -77,7 +77,6 @@ class Encoder:
 
     @cached_property
     def named_ends(self) -> list[int]:
-        """Ids of all tokens that have a usual name of an end-of-text token."""
         found = [id for name in _END_OF_TEXT_NAMES if (id := self.tokenizer.token_to_id(name)) is not None]
         if not found:
             known = ", ".join(_END_OF_TEXT_NAMES)
@@ -114,8 +113,7 @@ class Encoder:
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     """Load a tokenizer from a file or from the Hub. Return None for "bpe", which is trained on the text.
 
-    Raises:
-        InputError: if the tokenizer cannot be loaded, does not fit ``vocab_size``, or has no end-of-text token.
+    Raise InputError if it cannot be loaded, does not fit ``vocab_size``, or has no end-of-text token.
     """
     if tokenizer == "bpe":
         if vocab_size < 257:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 FORMAT = 3
 """Version of the cache. Increase it when the same source would give different tokens or files."""
 
-
 LEFT_OVER = 0.01  # a larger share of a source in tokens that fill no sequence is named
 LARGE_SHARE = 0.2  # a larger share of a text for validation is named; usual is a twentieth
 MOST_WINDOWS = 1_000  # validation windows; a line proposes no more
@@ -50,9 +49,7 @@ class TokenSet:
     end_of_text: int | None  # id of the end-of-text token; None if unknown
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path | None  # None if all sources have token ids and the recipe names no tokenizer
-    notes: tuple[
-        str, ...
-    ] = ()  # lines about data that are skipped, missing or damaged, and assumptions about token ids
+    notes: tuple[str, ...] = ()  # lines about skipped, missing or damaged data, and assumptions about token ids
     data: Data | None = None  # the section of the recipe that names them; None for made-up tokens
     model_vocab_size: int | None = None  # vocab_size of the model for which they were prepared, if known
 
@@ -106,7 +103,6 @@ class TokenSet:
         ) + (f"; set evaluation.tokens = {better:_}" if better else "")
 
     def _wanted(self, seq_len: int, limit_tokens: int) -> list[int]:
-        """Return how many validation windows to use of each source: its share of ``limit_tokens``, at least one."""
         return [max(int(limit_tokens * share) // seq_len, 1) for share in self.proportions]
 
     def _even(self, numbers: Sequence[int]) -> bool:
@@ -160,8 +156,7 @@ def prepare(
         progress: called with a stage (reading, tokenizer or encoding), the bytes processed and all bytes.
         processes: number of processes that encode text; by default one per core if there is enough text.
 
-    Raises:
-        InputError: if a source, the tokenizer, the vocabulary or the cache folder cannot be used.
+    Raise InputError if a source, the tokenizer, the vocabulary or the cache folder cannot be used.
     """
     parts = {source.source: source_parts(source) for source in data.sources}
     of_ids = {name: found for name, found in parts.items() if found.ids}
@@ -238,7 +233,6 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if a setting does not fit the sources. ``of_ids``: the sources of token ids, by name."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")
@@ -260,11 +254,7 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 
 
 def _tokenizer(
-    folder: Path,
-    given: "Tokenizer | None",
-    corpora: Sequence[Corpus],
-    vocab_size: int,
-    progress: OnProgress | None,
+    folder: Path, given: "Tokenizer | None", corpora: Sequence[Corpus], vocab_size: int, progress: OnProgress | None
 ) -> tuple[Path, Encoder]:
     """Return the cached file and the encoder of ``given`` or, if None, of a tokenizer trained on ``corpora``."""
     if given is not None:
@@ -293,11 +283,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return a cached tokenizer's file and encoder, or None if a file is missing or damaged.
-
-    The file at ``name`` contains the tokenizer's hash. The tokenizer is in the subfolder of ``folder`` with this hash
-    as its name.
-    """
+    """Return the file and encoder of the tokenizer whose hash is in the file ``name``; None if damaged."""
     from tokenizers import Tokenizer
 
     try:

@@ -72,11 +72,8 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Return whether the store has all ``keys``. Wait for at most ``timeouts`` x (timeout of this exchange),
-        or less after :meth:`shorten_timeout`.
-
-        The store is polled, because a blocking call could not be shortened.
-        """
+        """Return whether the store has all ``keys`` within ``timeouts`` timeouts, or less after
+        :meth:`shorten_timeout`. The store is polled, because a blocking call could not be shortened."""
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):
@@ -90,12 +87,8 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return ``work()`` on every process. The first process runs it before the others and leaves files for
-    them.
-
-    If ``work()`` raises InputError on the first process, all processes raise it. If the first process does
-    not finish within 60 days, the others raise ProcessLost.
-    """
+    """Return ``work()`` on every process. The first process runs it before the others and leaves files for them. If
+    it raises InputError, all do. If it does not finish within 60 days, the others raise ProcessLost."""
     exchange, done, refused = Exchange(group, timedelta(days=30)), list[T](), None
     if group.is_first:
         try:

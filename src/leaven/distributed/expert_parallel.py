@@ -41,12 +41,8 @@ def distribute_experts(stage: Stage, group: ProcessGroup) -> None:
 
 
 class ExpertExchange:
-    """Computes the experts of this rank for the rows of all expert-parallel ranks.
-
-    ``experts`` computes the experts of this rank, and has the arguments of
-    :meth:`leaven.model.experts.RoutedExperts.forward`. ``group`` has the expert-parallel ranks. Rank r stores the
-    r-th part of all experts.
-    """
+    """Computes the experts of this rank, with the arguments of :meth:`leaven.model.experts.RoutedExperts.forward`,
+    for the rows of all ranks of ``group``. Rank r stores the r-th part of all experts."""
 
     def __init__(self, experts: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup) -> None:
         self.experts, self.group = experts, group
@@ -71,11 +67,8 @@ class ExpertExchange:
 
 
 def exchanged(x_RD: Tensor, of: list[int], to: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Exchange rows between the ranks of ``group``. Return the received rows, in the order of their ranks.
-
-    ``x_RD`` has the rows for rank 0 first, then those for rank 1, and so on. This process sends ``to[r]`` rows to
-    rank r and receives ``of[r]`` rows from it.
-    """
+    """Send ``to[r]`` rows to each rank r of ``group`` and receive ``of[r]`` rows from it. Both ``x_RD`` and the
+    result have the rows in the order of ranks."""
     y_RD: Tensor = _Exchange.apply(x_RD, of, to, group)  # type: ignore[no-untyped-call]
     return y_RD
 

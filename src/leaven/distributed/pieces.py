@@ -14,16 +14,12 @@ from leaven.distributed.compat import local_offset
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a block in a whole tensor."""
-
     shape: tuple[int, ...]  # shape of the whole tensor
     offset: tuple[int, ...]  # index of the block's first element in the whole tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The block of a tensor in the memory of this process."""
-
     name: str  # name of the parameter
     local: Tensor  # the block; shares its memory with the model
     shape: tuple[int, ...]  # shape of the whole tensor
@@ -36,10 +32,8 @@ class Piece:
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return the block of a tensor that this process stores. A plain tensor is one block.
-
-    If several processes store the same block, only the first can own it. With ``owned=False``, none does.
-    """
+    """Return the block of a tensor that this process stores. A plain tensor is one block. If several processes store
+    the same block, only the first can own it. With ``owned=False``, none does."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements

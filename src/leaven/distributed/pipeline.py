@@ -48,7 +48,6 @@ class Pipeline:
         self.count = layout.pp * layout.stages_per_rank
         self.numbers = stage_numbers(layout, self.rank)
         self.group = group.mesh.get_group("pp")
-        self._tp = layout.tp
         self._built_for: tuple[int, torch.Size] | None = None
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
 
@@ -76,10 +75,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the sum of the losses, as :meth:`forward_backward` does, but without gradients.
-
-        This method does not call ``eval`` of torch's schedules, which would change state that training needs.
-        """
+        """Return the sum of the losses, as :meth:`forward_backward` does, but without gradients. ``eval`` of torch's
+        schedules is not called, because it would change state that training needs."""
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
@@ -130,19 +127,16 @@ class Pipeline:
 
     def _passed_on(self, shape: torch.Size) -> tuple[int, int, int]:
         """Return the shape of the activations that stages send: (B, positions of this tensor-parallel rank, D)."""
-        return shape[0], shape[1] // self._tp, self.stages[0].model.shape.d_model
+        return shape[0], shape[1] // self.layout.tp, self.stages[0].model.shape.d_model
 
     def _nothing(self) -> Tensor:
         return torch.zeros((), device=self.device)
 
 
 class LeanStage(PipelineStage):
-    """A :class:`PipelineStage` that frees memory after each micro-batch, not at the end of a step.
-
-    After a backward pass, it frees the receive buffers. With ``zero`` 2 and 3, it also reduce-scatters the gradients.
-    With ``zero`` 3, it also reshards the parameters, which the next micro-batch must all-gather again. With torch's
-    PipelineStage, ZeRO 2 and 3 need as much memory as ZeRO 1.
-    """
+    """A :class:`PipelineStage` that frees memory after each backward pass, not at the end of a step. It frees the
+    receive buffers, reduce-scatters the gradients with ``zero`` 2 and 3, and reshards the parameters with ``zero`` 3.
+    With torch's PipelineStage, ZeRO 2 and 3 need as much memory as ZeRO 1."""
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
         super().__init__(*arguments, **named)

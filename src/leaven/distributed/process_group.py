@@ -47,10 +47,7 @@ class ProcessGroup:
 
     @classmethod
     def arranged(cls, rank: int, layout: Layout, device: torch.device, store: Any = None) -> "ProcessGroup":
-        """Return the group of all ``layout.ranks`` processes. Its device mesh has the dimensions of the layout.
-
-        ``rank`` is this process. ``store`` is a key-value store for use from any thread.
-        """
+        """Return the group of all ``layout.ranks`` processes. Its device mesh has the dimensions of the layout."""
         # With ZeRO 0, all parameters are replicated; with ZeRO 1 to 3, they are sharded over dp / dp_replicate ranks.
         shards = layout.dp // (layout.dp if layout.zero == 0 else layout.dp_replicate)
         sizes = layout.pp, layout.dp // shards, shards, layout.tp
@@ -78,12 +75,10 @@ class ProcessGroup:
 
     @property
     def dp_rank(self) -> int:
-        """The data-parallel rank, counted over both data-parallel axes of the mesh."""
         return self.rank_along("replicate") * self.degree("shard") + self.rank_along("shard")
 
     @property
     def dp(self) -> int:
-        """The number of data-parallel ranks."""
         return self.degree("replicate") * self.degree("shard")
 
     @property
@@ -241,10 +236,8 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
-    """Return a message about a failed collective: which one this process was in, and which other rank is behind.
-
-    The rank behind is the one with the oldest heartbeat.
-    """
+    """Return a message about a failed collective, and the rank that is behind: the other one with the oldest
+    heartbeat."""
     frames, library = traceback.extract_tb(error.__traceback__), os.path.join("torch", "distributed")
     collective = next((frame.name for frame in reversed(frames) if library in frame.filename), "a collective")
     heartbeats = {}

@@ -49,11 +49,8 @@ class StoredParameter:
 
 
 class ShardedModel:
-    """This process's stages and parameters of a model. A single process has the whole model.
-
-    ``dtype`` is the dtype of matrix products; parameters are fp32. ``z_loss`` is the coefficient of the
-    z-loss.
-    """
+    """This process's stages and parameters of a model. A single process has the whole model. ``dtype`` is that of
+    matrix products; parameters are fp32. ``z_loss`` is the coefficient of the z-loss."""
 
     def __init__(
         self,
@@ -95,7 +92,6 @@ class ShardedModel:
             initialise_pieces(self.pieces, table, seed)
         self.local_parameters = [each.local for each in self.parameters]
         self._table_rows = len(table.rows)
-        # The index of each parameter's row in the parameter table.
         self.row_numbers = torch.tensor([row_numbers[each.row.name] for each in self.parameters], device=device)
         self._owned = torch.tensor([each.piece.owned for each in self.parameters], device=device)
         self._pipeline = Pipeline(self.stages, layout, group, device) if layout.pp > 1 else None
@@ -178,22 +174,16 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Fill ``tally``, a tensor of zeros, with this step's router tallies over all processes, and return it.
-
-        ``tally`` has the shape (layers, experts + 1). The last column becomes the balance loss; the others become the
-        number of tokens sent to each expert.
-        """
+        """Fill ``tally``, zeros (layers, experts + 1), with this step's router tallies over all processes, and return
+        it: the tokens sent to each expert and, in the last column, the balance loss."""
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norms of sharded tensors over all processes, one result for each of ``groups``.
-
-        A group has one local tensor, such as the gradient, for each of ``local_parameters``. A result has one norm
-        for each row of the parameter table.
-        """
+        """Return 2-norms over all processes, one for each row of the parameter table, for each of ``groups``: local
+        tensors, such as the gradients, of all ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -208,7 +198,6 @@ class ShardedModel:
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
     def whole_matrices(self) -> WholeMatrices | None:
-        """Return the object that applies functions to whole matrices, or None with a single process."""
         if self.group is SINGLE_PROCESS:
             return None
         return WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)
@@ -255,10 +244,8 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the process group of the first and last rank of this process's pipeline.
-
-    Return None for a rank that is neither. All processes must make this call.
-    """
+    """Return the process group of the first and last rank of this process's pipeline, or None for another rank. All
+    processes must make this call."""
     assert group.mesh is not None
     ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)
@@ -331,15 +318,12 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     for block in stage.layers:
         if isinstance(block.mlp, MixtureOfExperts):
             # The router chooses in fp32.
-            router, experts = block.mlp.router, block.mlp.experts
-            fully_shard(router, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=others)
+            fully_shard(block.mlp.router, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=others)
             if group.expert_mesh is not None:
-                fully_shard(
-                    experts, mesh=replicas(group.expert_mesh), reshard_after_forward=zero == 3, mp_policy=matrices
-                )
+                among = replicas(group.expert_mesh)
+                fully_shard(block.mlp.experts, mesh=among, reshard_after_forward=zero == 3, mp_policy=matrices)
         for name in _MATRICES:
-            module = getattr(block, name)
-            fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=matrices)
+            fully_shard(getattr(block, name), mesh=mesh, reshard_after_forward=zero == 3, mp_policy=matrices)
     # The last stage also reads a tied embedding.
     if zero == 3 and stage.begins and not stage.model.shape.tied_embeddings:
         embedding = fully_shard(stage.model.embedding, mesh=mesh, reshard_after_forward=True, mp_policy=others)

@@ -83,12 +83,9 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """A parallel style: each rank computes the module with plain tensors, from its own parts of the parameters.
-
-    ``placements`` says, by parameter name, how each parameter is sharded or replicated. Gradients of replicated
-    parameters are summed over the ranks. Norms use this style, because torch's ``SequenceParallel`` needs much memory
-    on a CPU.
-    """
+    """A parallel style: each rank computes the module with plain tensors, from its own parts of the parameters, which
+    ``placements`` defines by name. Gradients of replicated parameters are summed over the ranks. Norms use this
+    style, because torch's ``SequenceParallel`` needs much memory on a CPU."""
 
     def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
         self.placements = placements
@@ -114,8 +111,6 @@ class Local(ParallelStyle):
 
 
 REPLICATED = Local({"weight": [Replicate()], "bias": [Replicate()]})
-"""The style of a module with the same parameters on all ranks. Each rank computes a part of their gradient, and the
-parts are summed."""
 
 
 class LocalBranch(ParallelStyle):
@@ -138,7 +133,6 @@ class LocalBranch(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style for ``arguments`` inputs, of which the first is gathered over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(input_layouts=(Shard(SEQUENCE), *rest), desired_input_layouts=(Replicate(), *rest))
 
@@ -224,9 +218,8 @@ def sharded_cross_entropy(
     """Return the result of :func:`leaven.model.loss.cross_entropy` for the tokens of all ranks, on every rank.
 
     ``hidden_BtD`` has this rank's positions, ``targets_BT`` all positions. ``weight`` is the unembedding, sharded by
-    rows. ``how`` has further arguments of ``cross_entropy``. A rank computes the logits of its slice of the
-    vocabulary in chunks of tokens. For each token, ranks exchange only the maximum, the normaliser and the target's
-    logit.
+    rows. ``how`` has further arguments of ``cross_entropy``. For each token, ranks exchange only the maximum, the
+    normaliser and the target's logit.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

@@ -29,10 +29,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return the blocks that together make the matrix for ``owner``, by the rank that sends them.
-
-        If several ranks have the same block, only one sends it: ``owner`` if it has the block, else the lowest rank.
-        """
+        """Return the blocks that together make the matrix for ``owner``, by the rank that sends them. If several
+        ranks have the same block, only one sends it: ``owner`` if it has the block, else the lowest rank."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)
@@ -44,10 +42,7 @@ class WholeMatrices:
     processes must call :meth:`map` together."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
-        """Prepare the matrices of this process's pipeline stages, given by name. Ignore those that are not sharded.
-
-        All processes must call this together.
-        """
+        """Prepare the sharded ones of ``parameters``, given by name. All processes must call this together."""
         assert group.mesh is not None
         ranks = group.mesh.mesh.flatten(1)  # by pipeline rank
         self._group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
@@ -72,11 +67,8 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield this process's block of ``function(matrix)`` for each of ``matrices``.
-
-        Rank r collects the blocks of ``matrices[r]`` and applies ``function``. So there may be at most as many
-        matrices as ranks. ``mine`` has this process's block of each matrix.
-        """
+        """Yield this process's block of ``function(matrix)`` for each of ``matrices``, at most one for each rank:
+        rank r collects the blocks of ``matrices[r]`` and applies ``function``."""
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]

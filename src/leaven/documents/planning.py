@@ -118,7 +118,6 @@ class RampPlan(Entry):
 
     @property
     def chosen(self) -> RampChoice:
-        """The ramp in ``choices`` that begins at the recommended first batch size."""
         return next(choice for choice in self.choices if choice.start_tokens == self.start.batch_tokens)
 
 

@@ -1,5 +1,4 @@
-"""Describes Hugging Face architectures: the model shapes that they support, their config.json, and their
-tensors.
+"""Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
 ``architectures.toml`` also describes the models of Megatron-LM and torchtitan.
 """
@@ -39,8 +38,7 @@ class Stored:
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
     expert: int | None = None  # number of the expert if this is the matrix of one; leaven's tensor has all experts
-    # for queries, keys and their norms in an `Architecture` with ``paired_rotary``: the head dimension; otherwise 0
-    paired: int = 0
+    paired: int = 0  # the head dimension for queries, keys and their norms with ``paired_rotary``; otherwise 0
 
     @property
     def of_router_bias(self) -> bool:
@@ -84,19 +82,15 @@ class Architecture:
     absent: Sequence[str] = ()  # keys of config.json that must be null or missing
     # other names that transformers reads for keys -> the names in ``keys``: its attribute_map, in either direction
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # whether a fused matrix has query, key and value of head 0 first, then those of head 1, ...
-    heads_together: bool = False
+    heads_together: bool = False  # a fused matrix has query, key and value of head 0 first, then those of head 1
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
-    # whether the last matrix of each branch has the initial std initializer_range / sqrt(2 n_layers)
-    scaled_branch_ends: bool = False
+    scaled_branch_ends: bool = False  # branches end in a matrix of std initializer_range / sqrt(2 n_layers)
     offset_gains: bool = False  # whether norms multiply by 1 + weight: leaven's gain is 1 + the stored weight
     scaled_embedding: bool = False  # whether the model multiplies the output of its embedding by sqrt(d_model)
     logits_bias: bool = False  # whether the unembedding has a bias, unlike leaven's: an export writes 0
     logit_scale: str | None = None  # key of config.json whose value multiplies the logits; an export writes 1
-    # whether rotary positions pair the entries 2i and 2i + 1 of a head; leaven's pair i and i + d_head / 2
-    paired_rotary: bool = False
-    # name endings of buffers that older versions of transformers saved with the weights
-    buffers: Sequence[str] = ("rotary_emb.inv_freq",)
+    paired_rotary: bool = False  # rotary positions pair entries 2i and 2i + 1; leaven's pair i and i + d_head / 2
+    buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # name endings; older transformers saved them as weights
 
     def whole_name(self, name: str) -> str:
         """Return the full name of a tensor. Older checkpoints leave out the first part, such as ``model.``."""
@@ -194,14 +188,13 @@ class Architecture:
         if self.logits_bias:
             places[f"{self.ends['unembedding']}.bias"] = {"unembedding.bias": (shape.vocab_size,)}
         for name, parts in places.items():
-            if len(next(iter(parts.values()))) == 3:  # in a checkpoint, each expert has its own matrices
-                (number, *_) = next(iter(parts.values()))
+            first = next(iter(parts.values()))
+            if len(first) == 3:  # in a checkpoint, each expert has its own matrices
                 of_one = {part: size[1:] for part, size in parts.items()}
-                yield from (Stored(name.format(expert), of_one, expert=expert) for expert in range(number))
+                yield from (Stored(name.format(expert), of_one, expert=expert) for expert in range(first[0]))
                 continue
             fused = self.heads_together and any(".attention.query." in part for part in parts)
-            matrix = len(next(iter(parts.values()))) == 2
-            turned = self.conv1d and name.startswith(self.blocks) and matrix
+            turned = self.conv1d and name.startswith(self.blocks) and len(first) == 2
             rotated = self.paired_rotary and re.search(r"\.(query|key)\.", next(iter(parts)))
             yield Stored(
                 name,
@@ -251,13 +244,11 @@ def changed(shape: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
 
 def field_of(key: str) -> Any:
     """Return the pydantic field of a key of [model], such as ``d_model`` or ``experts.number``."""
-    experts = key.startswith("experts.")
-    return (Experts if experts else ModelShape).model_fields[key.removeprefix("experts.")]
+    return (Experts if key.startswith("experts.") else ModelShape).model_fields[key.removeprefix("experts.")]
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return config.json's ``layer_types``: full attention in every ``global_every``-th layer, and a
-    sliding window in all others."""
+    """Return ``layer_types`` of config.json: full attention in every n-th layer, else a sliding window."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)
@@ -275,8 +266,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
     """Return an architecture's ``table`` with missing entries copied from another architecture.
 
-    The entry ``like`` names this other architecture in ``known``. The entry ``without`` lists entries that are not
-    copied.
+    The entry ``like`` names it, and the entry ``without`` lists entries that are not copied.
     """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
@@ -314,8 +304,7 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture that can represent a shape after the fewest changes, and {key: new value} of the
-    changes.
+    """Return the architecture that can represent a shape after the fewest changes, and {key: new value} of these.
 
     Some changes count more than others (`_LARGE`). An architecture that always has biases can represent a shape
     without biases: biases of 0 have no effect. But training would change these biases. So if the model will be

@@ -53,13 +53,12 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 
 def _named(config: Config) -> Architecture:
-    names = config.get("architectures")
+    names, kind = config.get("architectures"), config.get("model_type")
     names = [] if names is None else names
-    if config.get("model_type") is not None:
-        _require("model_type", config["model_type"], str)
+    if kind is not None:
+        _require("model_type", kind, str)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"architectures = {names!r} must be a list of names")
-    kind = config.get("model_type")
     for architecture in ARCHITECTURES:
         if architecture.name in names and kind not in {None, architecture.model_type}:
             raise InputError(

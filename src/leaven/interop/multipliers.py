@@ -1,8 +1,7 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the
-attention logits. The attention logits are multiplied by changing the scale in the attention module, the
-others by a hook.
+A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention
+logits. The attention logits are multiplied by changing the scale in the attention module, the others by a hook.
 
 Folding multiplies these weights instead:
 
@@ -392,8 +391,7 @@ def _queries(
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
     """Yield (module, parameter, factor) for parameters of the query norm or, without a norm, the query matrix.
 
-    If query, key and value are one matrix, the factor is a vector: ``factor`` for queries, 1 for keys and
-    values.
+    If query, key and value are one matrix, the factor is a vector: ``factor`` for queries, 1 for keys and values.
     """
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():

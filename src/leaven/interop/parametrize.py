@@ -217,17 +217,14 @@ def parametrize(
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
-    Raises:
-        InputError: if the model is not parametrized, or if a parameter was added or removed, or a module with
-            multipliers was replaced, after :func:`parametrize`.
+    Raise InputError if it is not parametrized, or if its parameters or multipliers were added or removed since then.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"this {type(target).__name__} has no groups yet; call leaven.parametrize on it")
     parameters = {site.name: site.parameter for site in inspect_model(target).sites}
-    odd = sorted(parameters.keys() ^ {row.name for row in rows})
-    if odd:
+    if odd := sorted(parameters.keys() ^ {row.name for row in rows}):
         raise InputError(
             f"{odd[0]} was added or removed after leaven.parametrize; call leaven.parametrize on the complete model"
         )
@@ -270,9 +267,7 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
     """Return the row of an embedding, corrected for a factor on the output of its module, such as sqrt(width).
 
-    With the result, AdamW trains the model as if the factor were the base's. ``c`` is (factor in this model) /
-    (factor in the base). The result has std / c, lr / c, eps x c and weight decay x c. With tied embeddings, it also
-    has multiplier x c. Rows of other roles are returned unchanged.
+    With the result, AdamW trains the model as if the factor were the base's. ``c`` is (this factor) / (the base's).
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -287,11 +282,7 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Validate the arguments ``hyperparameters`` and ``initialise`` of :func:`parametrize`.
-
-    Return the hyperparameters, and whether to draw new initial weights. Raise InputError if the arguments are invalid
-    or contradict each other.
-    """
+    """Validate arguments of :func:`parametrize`. Return the hyperparameters, and whether to draw initial values."""
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
         if given.grad_clip.limit and given.grad_clip != Hyperparameters.model_fields["grad_clip"].default:
@@ -342,7 +333,6 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return a ratio (model / base) as a float. Raise InputError unless it is finite and above 0."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -353,8 +343,7 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure, rule: str) -> Ratios:
-    """Return the ratios model / base: width and depth from the models, batch and tokens from ``given``. Warn if
-    ``rule`` does not scale with batch and tokens, and they are given."""
+    """Return the ratios model / base: width and depth from the models, batch and tokens from ``given``."""
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -372,7 +361,6 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure, rule: st
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
-    """Return (head dimension of the model) / (head dimension of the base), or 1 for models without attention."""
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")

@@ -157,10 +157,7 @@ class Classifier:
         return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:
-        """Return whether a parameter is a router: the matrix of a module ``gate`` or ``router`` beside the experts.
-
-        The matrix has the shape (number of experts, width), both in the model and in the base.
-        """
+        """Return whether a parameter is a router: a matrix ``gate`` or ``router`` beside the experts."""
         return any(
             site.path[: len(beside)] == beside
             and site.path[len(beside) : len(beside) + 1] in {(name,) for name in _ROUTERS}
@@ -193,8 +190,7 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether a parameter is an unembedding weight or bias: it comes after the blocks, and its first
-        dimension is a vocabulary size, both in the model and in the base."""
+        """Return whether a parameter is the weight or bias of an unembedding."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -213,7 +209,6 @@ class Classifier:
     # Modules: the names under which parameters are tuned.
 
     def _module(self, site: ParameterSite, role: Role) -> str:
-        """Return the name under which a parameter is tuned, such as ``mlp.out``."""
         given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:
@@ -260,7 +255,6 @@ class Classifier:
         )
 
     def _is_shared(self, site: ParameterSite) -> bool:
-        """Return whether a parameter belongs to shared experts, which read every token."""
         return any(
             site.path[: len(beside)] == beside and set(site.path[len(beside) :]) & set(_SHARED_EXPERTS)
             for beside in self.experts
@@ -311,7 +305,6 @@ class Classifier:
     # its own last matrix, or one tensor has the last matrices of all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Check that each block has a residual branch, and each branch exactly one last matrix."""
         branches: dict[tuple[str, int, str, tuple[str, ...]], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
@@ -330,7 +323,6 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Check that the residual branch ``name`` ends in exactly one matrix, and that matrix sizes fit together."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
@@ -353,11 +345,7 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the reason ``why`` and an example of how to classify the parameter.
-
-        The example has the user's option ``modules`` with the names in ``modules``. If no names are given, it has the
-        option ``roles`` with the possible roles.
-        """
+        """Raise InputError with ``why``, and an example that sets one of ``modules``, or without them a role."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE
@@ -366,7 +354,6 @@ class Classifier:
 
 
 def _given(given: Mapping[str, str], site: ParameterSite) -> str | None:
-    """Return the value of the first pattern in ``given`` that matches the parameter's name, or None."""
     return next((value for pattern, value in given.items() if fnmatchcase(site.name, pattern)), None)
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from leaven.errors import InputError
 
-# Parts that torch.compile and activation checkpointing add to names.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # torch.compile and checkpointing add them to names
 # Names of attributes of modules: the head dimension, the scale of query . key, and a factor on an embedding's output.
 _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size", "qk_head_dim")
 _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
@@ -62,13 +61,11 @@ class ParameterSite:
 
     @property
     def beside_experts(self) -> tuple[str, ...]:
-        """For a parameter of a routed expert: the path of the MoE module, which contains the experts and their
-        router."""
+        """For a routed expert: the path of the MoE module, which contains the experts and their router."""
         return self.path[: self.path.index(EXPERTS)]
 
     @property
     def n_experts(self) -> int:
-        """For a parameter of a routed expert: the number of routed experts in its block."""
         listed = isinstance(self.experts, nn.ModuleList | nn.ModuleDict)
         return len(cast(nn.ModuleList, self.experts)) if listed else self.shape[0]
 
@@ -201,7 +198,6 @@ def label_of(model: nn.Module, path: str) -> str:
 
 
 def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Module, str] | None:
-    """Return (module, name) for the first of ``names`` that is an attribute of type ``kind``, or None."""
     return next(((module, name) for name in names if isinstance(vars(module).get(name), kind)), None)
 
 
@@ -213,8 +209,7 @@ def bare_name(name: str) -> str:
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
     """Return the keys of the blocks in each list of blocks, by the path of the list.
 
-    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` of one type. All members have
-    submodules.
+    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` of one type. All members have submodules.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():

@@ -44,8 +44,7 @@ LONGEST_HEADER = 10**8  # bytes, as in the library safetensors
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of [model] whose values may differ from those of the start weights. With learned positions, seq_len may not.
 _FREE = {"seq_len", "dropout", "rope_theta"}
-# Name of the biases that a layer's router adds to the scores of its experts. They are not parameters, because they
-# are trained without gradients.
+# Name of the biases of a layer's router. They are not parameters, because they are trained without gradients.
 ROUTER_BIAS = "layers.{}.mlp.router.bias"
 
 
@@ -68,7 +67,6 @@ def write_huggingface(
     """Write a model into a new folder in Hugging Face's format: completely, or not at all.
 
     Args:
-        weights: leaven's tensors by name.
         tokenizer: the text of a tokenizer.json.
         end_of_text: the token that ends a document, and its id.
         router_bias_LE: the biases that routers add to the scores of experts, by layer and expert; None if all are 0.
@@ -76,8 +74,7 @@ def write_huggingface(
         dtype: a key of ``DTYPES``. Biases of routers stay in fp32.
         shard_bytes: the largest size of a file of weights. A larger tensor gets a file of its own.
 
-    Raises:
-        InputError: if no architecture has this shape, the folder cannot be written, or a weight is not finite.
+    Raise InputError if no architecture has this shape, the folder cannot be written, or a weight is not finite.
     """
     architecture = holding(shape)
     token, id = end_of_text
@@ -129,10 +126,7 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return {leaven's weight name: factor}, for the conversion ``stored = factor x weight - offset``.
-
-    The factor of a weight that is not in the result is 1. The offsets are :meth:`Architecture.offsets`.
-    """
+    """Return {leaven's weight name: factor} for ``stored = factor x weight - offset``. A missing factor is 1."""
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor
@@ -157,12 +151,9 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 def _joined(
     stored: Stored, held: Mapping[str, Tensor], factors: Mapping[str, float], offsets: Mapping[str, float]
 ) -> Tensor:
-    """Return a tensor as a file stores it, joined from leaven's tensors.
+    """Return a tensor as a file stores it: factor x tensor - offset, joined from leaven's tensors.
 
-    Args:
-        stored: how the file stores the tensor.
-        held: leaven's tensors by name. A missing tensor, such as a bias that leaven's model lacks, counts as 0.
-        factors, offsets: by name of a tensor. The file gets factor x tensor - offset.
+    A tensor that is missing in ``held``, such as a bias that leaven's model lacks, counts as 0.
     """
     parts = []
     for name, shape in stored.parts.items():
@@ -211,13 +202,8 @@ def model_card(
 ) -> str:
     """Return the model card of a run's checkpoint as Markdown. ``text`` is the text of the recipe file.
 
-    Args:
-        architecture: the name of the model's class in transformers.
-        tokens: the number of tokens that the checkpoint was trained on.
-        dtype: the dtype of the exported weights, such as fp32.
-        events: the events of the run, with its validation losses.
-        averaged: whether the weights are averages over steps. The card then shows the loss of the averages.
-        licence: the licence of the data, if known.
+    ``architecture`` is the model's class in transformers. The checkpoint was trained on ``tokens`` tokens. With
+    ``averaged``, the weights are averages over steps, and the card shows the loss of the averages.
     """
     measured: list[Mapping[str, Any]] = []
     for each in events:
@@ -260,11 +246,7 @@ def _cell(value: object) -> str:
 
 
 def read_huggingface(folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder, without its weights.
-
-    Raises:
-        InputError: if the folder has no model that leaven supports, or its weights do not fit its config.json.
-    """
+    """Return a description of the model in a folder, or raise InputError. Its weights must fit its config.json."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
     if adapter := next((name for name in ADAPTERS if (folder / name).exists()), None):
@@ -355,10 +337,7 @@ def tensors_fingerprint(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """Yield config.json and the files ``*.safetensors*`` of a model, if they exist.
-
-    A file belongs to the model if its name is in the index, or begins with "config" or "model".
-    """
+    """Yield config.json and the files ``*.safetensors*`` that the index lists or that begin with config or model."""
     index = b""
     with suppress(OSError):
         index = storage.read(folder / "model.safetensors.index.json")
@@ -368,11 +347,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Check that a run of ``shape`` can start from the model in a folder. Return the model's description.
-
-    Raises:
-        InputError: as :func:`read_huggingface`, or if the weights do not fit ``shape``.
-    """
+    """Return the model in a folder, or raise InputError if a run of ``shape`` cannot start from it."""
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
     if shape.experts and not shape.experts.dense_layers:
@@ -414,8 +389,7 @@ def start_cautions(recipe: Recipe, tokenizer: Path | None, end: int | None) -> l
 
 
 def not_exported(folder: Path) -> str | None:
-    """Return a warning that names what the model in ``folder`` has beside its weights, and an export of a run that
-    started from it does not have. Return None if there is nothing."""
+    """Return a warning that names what an export of a run that started from ``folder`` lacks beside its weights."""
     names = ("chat_template.jinja", "special_tokens_map.json", "generation_config.json")
     found = [name for name in names if (folder / name).exists()]
     with suppress(InputError):
@@ -427,10 +401,7 @@ def not_exported(folder: Path) -> str | None:
 
 
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
-    """Return a warning if a token id means different tokens in ``folder`` and in the file ``tokenizer``.
-
-    Return None if all ids agree, or if one of the two tokenizers cannot be read.
-    """
+    """Return a warning if a token id means different tokens in ``folder`` and in the file ``tokenizer``."""
     there = folder / "tokenizer.json"
     try:
         known, own = (given_tokenizer(str(path), sys.maxsize) for path in (there, tokenizer))
@@ -558,8 +529,7 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
         for stored in plain.architecture.tensors(shape):
             if not pieces.keys() & stored.parts.keys():
                 continue
-            parts = _split(stored, _read(tensors, stored.name, folder))
-            for name, part in zip(stored.parts, parts, strict=True):
+            for name, part in zip(stored.parts, _split(stored, _read(tensors, stored.name, folder)), strict=True):
                 piece = pieces[name]
                 read.add(name)
                 local, offset = piece.local, piece.offset

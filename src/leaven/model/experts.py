@@ -74,8 +74,6 @@ class ExpertMatrices(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """The MLPs of the routed experts."""
-
     gate: ExpertMatrices  # only in gated MLPs
     out: ExpertMatrices
 
@@ -128,10 +126,8 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each token's experts (B, T, k) and their weights (B, T, k), and the load (B, E).
-
-        The load is the number of tokens that each expert gets from each sequence.
-        """
+        """Return each token's experts (B, T, k) and their weights (B, T, k), and the load (B, E): the number of
+        tokens that each expert gets from each sequence."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -186,11 +182,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
-    """Return R = ``copies`` x N rows. Row i is row ``order_R[i] // copies`` of ``x_ND``.
-
-    ``order_R`` is a permutation of 0 to R - 1, and ``inverse_R`` is its inverse. The backward pass gathers with
-    ``inverse_R`` instead of scattering, because scattering is not reproducible on a GPU.
-    """
+    """Return R = ``copies`` x N rows. Row i is row ``order_R[i] // copies`` of ``x_ND``; ``inverse_R`` is the inverse
+    of this permutation. The backward pass gathers with it, because scattering is not reproducible on a GPU."""
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD
 
@@ -211,10 +204,8 @@ class _Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """An identity function of ``x``. The backward pass also gives ``loss`` the gradient 1, so training minimises it.
-
-    The backward pass adds ``counted``, the pair (load of each expert, balance loss), to ``tally``.
-    """
+    """An identity function of ``x``. The backward pass gives ``loss`` the gradient 1, so training minimises it, and
+    adds ``counted``, the pair (load of each expert, balance loss), to ``tally``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, counted: tuple[Tensor, Tensor]) -> Tensor:

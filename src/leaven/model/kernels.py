@@ -76,12 +76,8 @@ def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
 
 
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
-    """Multiply each group of rows by the matrix of the group, and return (N, F).
-
-    Group e is the next ``sizes_E[e]`` rows; its matrix is ``weight_EFD[e]``. On CUDA, in bf16, with F and D multiples
-    of 8, one kernel computes all groups. Otherwise the host waits for the sizes, and each group is a separate
-    product.
-    """
+    """Multiply each group of rows by the matrix of the group, and return (N, F). Group e is the next ``sizes_E[e]``
+    rows; its matrix is ``weight_EFD[e]``. Without one kernel for all groups, the host waits for the sizes."""
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     even = not (weight_EFD.shape[1] % 8 or weight_EFD.shape[2] % 8)  # the kernel needs rows of whole 16 bytes
@@ -98,10 +94,8 @@ def has_grouped_kernel(device: str) -> bool:
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
-    """Return the elements of ``sizes`` as a list. On a GPU, the host waits until they are computed.
-
-    ``total`` is their sum. It is used only by :mod:`leaven.verification.dry_run`, which replaces this function.
-    """
+    """Return the elements of ``sizes`` as a list. On a GPU, the host waits until they are computed. ``total``, their
+    sum, is used only by :mod:`leaven.verification.dry_run`, which replaces this function."""
     found: list[int] = sizes.tolist()
     return found
 
@@ -147,11 +141,8 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
-    """Return a.T @ b, (N, M), perhaps as a transposed view. Call this only where autograd does not record.
-
-    oneDNN needs a contiguous first factor, so a transposed first factor is copied. If ``a`` is larger than ``b``, the
-    product is computed as (b.T @ a).T, which copies ``b`` instead of ``a``.
-    """
+    """Return a.T @ b, (N, M), perhaps as a transposed view. Call this only where autograd does not record. oneDNN
+    needs a contiguous first factor: if ``a`` is larger, compute (b.T @ a).T, which copies ``b`` instead of ``a``."""
     if max(a_KN.shape[1], b_KM.shape[1]) < WIDE:
         return a_KN.T @ b_KM
     if a_KN.shape[1] > b_KM.shape[1]:
@@ -164,8 +155,7 @@ def _onednn(a_NK: Tensor, b_MK: Tensor) -> Tensor:
     return y_NM
 
 
-# torch compiles its private oneDNN product only if the second matrix is constant. An operator of our own has no such
-# condition: compiled code calls it.
+# torch compiles its private oneDNN product only if the second matrix is constant. So compiled code calls our own.
 torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
 torch.library.impl("leaven::onednn", "cpu")(_onednn)
 torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
@@ -281,8 +271,7 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
 
 
 def probabilities_kept(length: int) -> int:
-    """Return how many attention probabilities are kept for backward, per head and sequence of ``length``
-    tokens. This assumes no window and no softcap."""
+    """Return how many attention probabilities a head keeps for backward, without window and softcap."""
     if length > KEPT_LENGTH:
         return 0
     return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))
@@ -297,10 +286,8 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (attention probabilities, tanh(score / softcap)) of a block with t queries and s keys.
-
-    Both are (N, G x t, s). The second is None without a softcap. ``block``: the slices of queries and keys.
-    """
+    """Return (attention probabilities, tanh(score / softcap)) of a block with t queries and s keys, both (N, G x t,
+    s). The second is None without a softcap."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]

@@ -30,22 +30,16 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
 
 
 class ZLoss:
-    """The z-loss of a step: the sum over tokens of c log^2 Z (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
-
-    c is ``coefficient``. Z is the sum of exp(logit) over the vocabulary. :func:`cross_entropy` adds the z-loss to the
-    gradients, but not to the loss that it returns.
-    """
+    """The z-loss of a step: the sum over tokens of c log^2 Z (Chowdhery et al. 2022, arXiv 2204.02311, section 5),
+    where c is ``coefficient`` and Z is the sum of exp(logit) over the vocabulary."""
 
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
         self.total: Tensor | float = 0.0  # sum of c log^2 Z over the tokens of a step, in nats
 
     def add(self, log_z_n: Tensor, counts_n: Tensor) -> Tensor:
-        """Add the z-loss of the tokens with ``counts_n`` True to the total. Return 1 + 2 c log Z, (n,).
-
-        c and Z are as in :class:`ZLoss`. The gradient of a token's logits, z-loss included, is (1 + 2 c log Z) x
-        softmax - one-hot.
-        """
+        """Add the z-loss of the tokens with ``counts_n`` True to the total. Return 1 + 2 c log Z, (n,): the gradient
+        of a token's logits, z-loss included, is (1 + 2 c log Z) x softmax - one-hot."""
         self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
         return 1 + 2 * self.coefficient * log_z_n
 
@@ -64,11 +58,8 @@ class WholeVocabulary:
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (the sum of the losses of a chunk of tokens, gradient). The sum does not include the z-loss.
-
-        ``gradient`` (n, V) is ``weight`` times the gradient of the losses and the z-loss with respect to the logits.
-        It is None unless ``learns``. The logits may be overwritten.
-        """
+        """Return the sum of the losses, without the z-loss, and ``weight`` times the gradient (n, V) of losses and
+        z-loss with respect to the logits, or None unless ``learns``. The logits may be overwritten."""
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
         # log Z = logit - log(softmax) for every logit. The softmax of the largest logit cannot underflow.

@@ -124,11 +124,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block. By default, it computes x + a * attention(norm(x)), then x + m * mlp(norm(x)).
-
-    The factors a and m are constant. Output norms, if any, come before the factors. Parallel branches both read the
-    same input.
-    """
+    """A transformer block. By default, it computes x + a * attention(norm(x)), then x + m * mlp(norm(x)) with
+    constant a and m, which follow output norms, if any. Parallel branches both read the same input."""
 
     def __init__(
         self,
@@ -226,7 +223,6 @@ class Transformer(nn.Module):
         return self.capped(logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Return the logits after the soft cap, if the model has one."""
         cap = self.shape.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -388,10 +384,8 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model. The first stage also has the embedding. The
-    last stage also has the final norm, the unembedding and the loss.
-
-    The constructor removes from ``model`` all modules that belong to other stages.
+    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model, in the first stage with the embedding, in
+    the last with final norm, unembedding and loss. The constructor removes all other modules from ``model``.
 
     Args:
         dtype: the dtype of matrix products.
@@ -428,11 +422,8 @@ class Stage(nn.Module):
         return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations (B, T, D), or in the last stage the loss (1,).
-
-        The loss is a sum in nats, multiplied by :attr:`factor`. ``x`` is the output of the previous stage. In the
-        first stage, ``x`` is the tokens (B, T).
-        """
+        """Return the activations (B, T, D), or in the last stage the loss (1,), a sum in nats times :attr:`factor`.
+        ``x`` is the output of the previous stage or, in the first stage, the tokens (B, T)."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         # Within another autocast, torch would keep cast weights from step to step. No weight is cast twice in a pass.
         with torch.autocast(x.device.type, self.dtype, enabled=lower, cache_enabled=False):

@@ -99,12 +99,10 @@ class Accelerator:
 
     @cached_property
     def peak_tflops(self) -> float:
-        """The dense peak in TFLOP/s, in the dtype ``self.dtype``."""
         return dict(self.peaks)[self.dtype]
 
     @cached_property
     def matmul_flops(self) -> float:
-        """FLOP/s of the fastest measured matmul in ``self.dtype``. If none was measured, 80% of the peak."""
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * USUAL_MATMUL_SHARE) * 1e12
 
     @cached_property
@@ -158,8 +156,6 @@ class _Network(_Group):
 
 
 class _Entry(Part):
-    """One accelerator in a TOML file."""
-
     peak: _Rates
     matmul: _Rates = _Rates()
     sustained: Sustained | None = None
@@ -206,7 +202,6 @@ def accelerators() -> dict[str, Accelerator]:
 
 @cache
 def _read(own: Path | None) -> dict[str, Accelerator]:
-    """Return the built-in accelerators, with the changes and additions of the user's file ``own``."""
     entries = _parsed(_BUILT_IN)
     sources, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     users = {} if own is None else _parsed(own)

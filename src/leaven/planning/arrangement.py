@@ -71,10 +71,7 @@ def scheduled(layout: Layout, micro_batches: int) -> int:
 
 
 def parse_keys(text: str) -> dict[str, Any]:
-    """Return the keys and values of text such as ``tp=8,recompute=full``; the key ``mbs`` is the micro-batch size.
-
-    Raise InputError if the text is too long, or a key or a value is wrong.
-    """
+    """Parse text such as ``tp=8,recompute=full``; ``mbs`` is the micro-batch size. Raise InputError if wrong."""
     if len(text) > MOST_CHARACTERS:
         raise InputError(f"layout {text[:20]!r}... is too long; write for example tp=8,pp=12,dp=4,zero=1,mbs=2")
     values: dict[str, Any] = {}
@@ -96,9 +93,8 @@ def parse_keys(text: str) -> dict[str, Any]:
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Return (layout, micro-batch size or None) for text such as ``tp=8,pp=12,zero=1,mbs=2``.
 
-    By default, dp is ``gpus`` / (tp x pp x cp) if this is a whole number, otherwise 1. ``compile`` is the
-    default of the key ``compile``. Raise InputError if a key or a value is wrong, or two values cannot be
-    combined.
+    By default, dp is ``gpus`` / (tp x pp x cp) if this is a whole number, otherwise 1. ``compile`` is the default of
+    the key ``compile``. Raise InputError if a key, a value or their combination is wrong.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
@@ -132,8 +128,7 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
         dp, rest = divmod(cluster.gpus, layout.tp * layout.pp * layout.cp)
         would = f"tp x pp x cp must divide {cluster.gpus:,}" if rest else f"dp={dp} would work"
         raise InputError(f"layout {ranks} is {layout.ranks:,} ranks, but there are {cluster.gpus:,} GPUs; {would}")
-    refusal = shape_refusal(model, layout)
-    if refusal is not None:
+    if refusal := shape_refusal(model, layout):
         raise InputError(f"layout {refusal}")
 
 
@@ -157,7 +152,6 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
 
 
 def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
-    """Return why a model cannot be split over ``tp`` tensor-parallel ranks. Call this only if it cannot."""
     sizes = "the heads and widths of the blocks"
     if isinstance(model, ModelShape):
         if model.qk_norm_whole:

@@ -29,12 +29,10 @@ class Matmul:
 
     @property
     def routed(self) -> bool:
-        """Whether this is a matmul of routed experts, which are distributed over the ``ep`` ranks."""
         return self.stored > 1
 
     @property
     def size(self) -> int:
-        """The number of weights, in all experts together."""
         return self.stored * self.k * self.n
 
     @property
@@ -92,17 +90,14 @@ class BlockTable:
 
     @cached_property
     def split_vectors(self) -> int:
-        """The number of gains and biases that are split over tensor-parallel ranks."""
         return self.split_gains + sum(row.n for row in self.matmuls if row.bias and row.split == "column")
 
     @cached_property
     def matrices(self) -> int:
-        """The number of weights in all matrices, including those of routed experts."""
         return sum(row.size for row in self.matmuls)
 
     @cached_property
     def experts(self) -> int:
-        """The number of weights in the matrices of routed experts."""
         return sum(row.size for row in self.matmuls if row.routed)
 
     @cached_property
@@ -161,7 +156,6 @@ class Blueprint:
 
     @cached_property
     def ends(self) -> int:
-        """The number of parameters outside the blocks."""
         return self.embedding * (1 if self.tied else 2) + self.positions + self.embedding_vectors + self.final_vectors
 
     @cached_property
@@ -214,11 +208,7 @@ def mlp_rows(
 
 
 def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
-    """Return the matrix products of a mixture of experts. Each expert has the width ``width``.
-
-    ``experts`` is (routed experts in a layer, routed experts that a token uses). ``shared`` counts the
-    shared experts. They are one MLP of width ``shared`` x ``width``.
-    """
+    """Return the matrix products of a mixture of experts. ``experts`` is (routed in a layer, used by a token)."""
     stored, passed = experts
     return [
         Matmul("mlp.router", d, stored, "none"),

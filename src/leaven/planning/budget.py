@@ -170,8 +170,6 @@ class BudgetSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Speeds:
-    """The planned training speeds of one cluster."""
-
     cluster: Cluster
     seconds: float  # duration of training
     mfu: float | None = None  # the MFU that the user gave; None to plan a layout and compute its MFU
@@ -181,10 +179,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the model size that a law recommends for the budget, and the training speed at this size.
-
-        ``law`` is the law's name. ``size`` is the law itself: it maps the FLOPs of a run to the number of parameters.
-        """
+        """Return the model size that the law ``size`` (from FLOPs to parameters) gives, and its training speed."""
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

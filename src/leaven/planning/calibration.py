@@ -162,8 +162,7 @@ def calibration(
     2. If some of them have r up to 4 and d = 0, keep only these.
     3. Keep the newest 100.
 
-    ``params`` and ``layout`` belong to the plan. ``step_seconds`` is the uncorrected time of a step, and is copied to
-    the result.
+    ``params``, ``layout`` and ``step_seconds`` (uncorrected, copied to the result) belong to the plan.
     """
     found: list[tuple[bool, float, CalibrationRecord, StepCost]] = []
     device = processor() if accelerator == "cpu" else None

@@ -9,10 +9,8 @@ from math import ceil, comb, gcd, log2
 
 from leaven.planning.accelerators import Accelerator
 
-# Share of a link's bandwidth that a collective reaches.
-LINK_SHARE = 0.65
-# Latency of one step of a ring in seconds, inside a node and between nodes.
-LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
+LINK_SHARE = 0.65  # of a link's bandwidth that a collective reaches
+LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6  # seconds of one step of a ring, inside a node and between nodes
 
 
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
@@ -28,7 +26,6 @@ def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
 
 
 def _in_a_node(ranks: int, stride: int, accelerator: Accelerator) -> int:
-    """Return how many ranks of a group are in the same node."""
     return min(ranks, max(1, accelerator.node_size // stride))
 
 

@@ -14,7 +14,6 @@ from leaven.planning.memory import GIB
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
-# Names of the parts of a step in messages.
 PARTS = {
     "compute": "compute",
     "tensor_parallel": "all-reduce",
@@ -24,7 +23,6 @@ PARTS = {
     "optimizer": "optimizer",
     "host": "waiting for the host",
 }
-
 
 _N_NOT = 4  # neighbours of the chosen layout that are listed at most
 _SLOWER = 0.03  # a neighbour that fits into memory is listed if slower by more than this share
@@ -41,9 +39,8 @@ def part_name(part: str, ep: int = 1) -> str:
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If all layouts with these values need too much memory, compare the one that needs the least. If no layout has
-    these values, the field ``line`` of the result says why. Raise InputError if ``asked`` is empty, or has a wrong
-    key or value.
+    If none of them fits, compare the one with the least memory. If there is none, the field ``line`` of the result
+    says why. Raise InputError if ``asked`` is empty, or has a wrong key or value.
     """
     fixed = parse_keys(asked)
     if not fixed:
@@ -86,10 +83,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return notes about values in ``fixed``: those that the search leaves out, and those leaven cannot train with.
-
-    An example is ``; the search leaves out a gpipe schedule``. Without notes, return "".
-    """
+    """Return notes about the values ``fixed`` that the search leaves out or leaven cannot train with, or ""."""
     zero, schedule = fixed.get("zero", 0), fixed.get("schedule")
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -104,7 +98,6 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
 
 
 def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Return why no layout of the job can have the values ``fixed``, or None if such a layout may exist."""
     tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
     ranks = tp * pp * cp * fixed.get("dp", 1)
     refusal = shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep))
@@ -147,10 +140,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``.
-
-    Left out are ``key``, dp, compile, and keys that have no effect in ``layout``.
-    """
+    """Return the values, such as ``zero 1``, that differ from ``own`` and do not follow from others or ``key``."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -268,10 +258,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return a text that names the fitting layout with the fewest changes from ``chosen``, or "" if none fits.
-
-    An example is ``; zero=1 would fit in 61.0 GiB``.
-    """
+    """Return text like ``; zero=1 would fit in 61.0 GiB`` for the fitting layout nearest to ``chosen``, or ""."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

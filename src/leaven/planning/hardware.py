@@ -83,10 +83,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest divisor of ``gpus`` from ``node / 2`` to ``node``.
-
-    Return ``node`` if there is none, or if the GPUs fit into one node.
-    """
+    """Return the largest divisor of ``gpus`` from ``node / 2`` to ``node``; ``node`` if none or in one node."""
     divisors = (each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0)
     return node if gpus <= node else next(divisors, node)
 
@@ -94,8 +91,7 @@ def _even_nodes(gpus: int, node: int) -> int:
 def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by name. Vendor, memory and form factor are optional: ``H100``, ``h200-sxm``.
 
-    If several match, return the first in the table: SXM before PCIe, larger memory first. Raise InputError
-    if none matches.
+    The first match in the table counts: SXM before PCIe, larger memory first. Raise InputError if none matches.
     """
     by_upper = {known.upper(): found for known, found in accelerators().items()}
     if name.upper().strip() in by_upper:
@@ -134,10 +130,7 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``wanted`` name the accelerator with the words ``own``.
-
-    For example, H100 SXM names H100-SXM-80GB and H100-96GB, but not H100-PCIe-80GB.
-    """
+    """Return whether ``wanted`` names ``own``: H100 SXM names H100-SXM-80GB and H100-96GB, not H100-PCIe-80GB."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

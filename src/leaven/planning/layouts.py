@@ -56,7 +56,6 @@ class Job:
 
     @property
     def slower(self) -> float:
-        """The calibration's factor on the planned time of a step; 1 without calibration."""
         return self.calibration.time if self.calibration else 1.0
 
     @property
@@ -70,10 +69,8 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each possible micro-batch size, the smallest first.
 
-        If the job requires a size, only this size is tried. Otherwise, sizes up to 65,536 tokens are tried. A size
-        must divide the number of sequences per data-parallel rank. Even the smallest batch of the run must give each
-        rank at least pp micro-batches. Raise InputError if no size is possible, or the batch cannot be split evenly
-        over the ranks.
+        Without a required size, sizes up to 65,536 tokens are tried. A size must divide the sequences of a rank, and
+        even the smallest batch must give each rank at least pp micro-batches. Raise InputError if no size can.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
@@ -113,7 +110,6 @@ class LayoutCandidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """The memory of the rank that needs the most."""
         return worst_stage(self.job.model, self.arrangement, self.job.code)
 
     @cached_property
@@ -147,15 +143,11 @@ class Exploration:
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
-        """The candidates in ``too_large``. With ``job.by_leaven``, only those that leaven can train."""
         return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The candidates that fit into memory, the best first.
-
-        With ``job.by_leaven``, only those that leaven can train.
-        """
+        """The candidates that fit, the best first; with ``job.by_leaven``, only those that leaven can train."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
@@ -253,8 +245,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Return the result of trying every layout with every micro-batch size. ``fixed`` has values that all layouts
-    must have."""
+    """Try every layout with every micro-batch size. ``fixed`` has values that all layouts must have."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
@@ -279,7 +270,6 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 
 
 def _can_interleave(job: Job, how: Arrangement) -> bool:
-    """Return whether the training code can run the stages of this arrangement: see ``TrainingCode.even_stages``."""
     layout, stages = how.layout, how.layout.pp * how.layout.stages_per_rank
     if layout.stages_per_rank == 1 or not job.code.even_stages:
         return True

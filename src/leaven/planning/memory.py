@@ -216,11 +216,7 @@ def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float, float]:
-    """Return a rank's activation memory as ``stays``, ``once`` and ``freed`` of :class:`_States`, in bytes per token.
-
-    ``stays`` is saved until the backward pass. ``once`` exists for one micro-batch and one block at a time. ``freed``
-    is the part of ``stays`` and ``once`` that is freed before a block exchanges its gradients.
-    """
+    """Return a rank's ``stays``, ``once`` and ``freed`` of :class:`_States`, in bytes per token."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -265,8 +261,7 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator. Their sum is ``stage_memory(...).activations``.
 
-    With recomputation, the operators of blocks have only one key, ``kept``. All other activations have the key
-    ``elsewhere``.
+    With recomputation, the operators of blocks have one key, ``kept``. All other activations are in ``elsewhere``.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp
@@ -304,8 +299,7 @@ def operators_kept(
 ) -> dict[str, float]:
     """Return the bytes per token that a rank stores for the backward pass of each operator, without recomputation.
 
-    Source: Korthikanti 2022, arXiv 2205.05198, equations 2 and 4. Tokens are assumed to be spread evenly over
-    experts.
+    Source: Korthikanti 2022, arXiv 2205.05198, equations 2 and 4. Experts are assumed to get equally many tokens.
     """
     if code.saved:
         return {"block": _traced(block, d_model, tp, code)[0]}

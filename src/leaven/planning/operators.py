@@ -15,8 +15,7 @@ from leaven.planning.collectives import reached
 from leaven.planning.traced import Factors, traced
 from leaven.planning.training_codes import TrainingCode
 
-# Share of the memory bandwidth that a kernel reaches if it only reads and writes.
-STREAMED = 0.85
+STREAMED = 0.85  # share of the memory bandwidth that a kernel reaches if it only reads and writes
 # Speed of flash attention / sustained matmul rate for accelerators without measured rates (``sustained``). All scores
 # are counted: a causal kernel skips half of them, and is about half as efficient on the rest.
 FLASH = 0.85
@@ -26,10 +25,8 @@ UNALIGNED = 0.75
 # Share of the rate if n or k is not a multiple of 8 elements (16 bytes): in the same file, products of scores on an
 # A100, line 833 (heads of width 108) against line 831 (width 216). Wide products are assumed to be as slow.
 MISALIGNED = 0.15
-# Minimum seconds of a kernel.
-LAUNCH = 5e-6
-# Cost of filling and draining a tile's pipeline: it takes as long as this many elements of k.
-_FILL = 128
+LAUNCH = 5e-6  # minimum seconds of a kernel
+_FILL = 128  # filling and draining a tile's pipeline takes as long as this many elements of k
 # (rows, columns, share of the rate): smaller tiles are slower, because they read more data per product.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 64, 0.6))
 
@@ -146,8 +143,7 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return one operator for matrix products that have the same input. Routed experts run in turns of at most
-    ``code.experts_at_once``."""
+    """Return one operator for matrix products that have the same input."""
     first, dtype = rows[0], code.products
     whole = first.routed and code.whole_experts
     tp, ranks = (1, work.ep * work.tp) if whole else (work.tp, work.ep)
@@ -197,7 +193,6 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 
 
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the norms, of queries and keys too, and the two residual additions of a block as one operator."""
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
     added = stream_seconds(2 * stream + hidden + mask, accelerator)

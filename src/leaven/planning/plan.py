@@ -45,8 +45,7 @@ ACCURACY_OF_EXPERTS = (
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
     """Return the step times of published runs on an accelerator, such as ``H100-SXM-80GB``.
 
-    Accelerators are compared by name up to the first hyphen. If ``experts``, return only mixtures of experts, else
-    only dense models.
+    Accelerators are compared by name up to the first hyphen. ``experts`` selects mixtures instead of dense models.
     """
     text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
     found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]
@@ -80,12 +79,9 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The user's ``layout`` with its best micro-batch size, even if it needs too much memory.
+        """The user's ``layout`` with its best micro-batch size, even if it does not fit, else the fastest that fits.
 
-        If ``layout`` is None, the fastest layout that fits.
-
-        Raises:
-            InputError: if ``layout`` is impossible, or is None and no layout fits.
+        Raise InputError if ``layout`` is impossible, or is None and no layout fits.
         """
         if self.layout is None:
             if not self.exploration.layouts:
@@ -98,12 +94,10 @@ class ClusterPlan:
 
     @cached_property
     def speed(self) -> SpeedPlan:
-        """The training speed at the full batch size."""
         model, cluster, step = self.job.model, self.job.cluster, self.chosen.time.step
         tokens_per_second = self.job.batch.tokens / step
         peak = cluster.accelerator.peak_tflops * 1e12
-        rate = tokens_per_second / cluster.gpus
-        done = rate * flops_per_token(model)
+        done = tokens_per_second / cluster.gpus * flops_per_token(model)
         return SpeedPlan(
             tflops_per_gpu=done / 1e12,
             step_seconds=step,
@@ -113,7 +107,6 @@ class ClusterPlan:
 
     @cached_property
     def seconds(self) -> float:
-        """The duration of the run in seconds, including its batch ramp."""
         return RampThroughput(self.job, self.chosen.arrangement).run_seconds(self.job.batch.sizes, self.tokens)
 
     @cached_property

@@ -12,14 +12,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from statistics import fmean, linear_regression
 
-from leaven.documents.planning import (
-    NoiseFitRow,
-    RampChoice,
-    RampDocument,
-    RampMicroBatch,
-    RampPlan,
-    RampPoint,
-)
+from leaven.documents.planning import NoiseFitRow, RampChoice, RampDocument, RampMicroBatch, RampPlan, RampPoint
 from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.flops import flops_per_token
@@ -29,10 +22,8 @@ from leaven.recipe.batch import Ramp as BatchRamp
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
-# Default of the least throughput at the start of a ramp, as a share of the full batch's throughput.
-SHARE = 0.7
-# Length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%).
-OVER = 0.03
+SHARE = 0.7  # default of the least throughput at the start of a ramp, as a share of the full batch's throughput
+OVER = 0.03  # length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%)
 _MOST_INCREMENTS = 64
 # Number of measurements that a fit skips at the start, because a running average of few values is noisy, and number
 # of further measurements that it needs.
@@ -83,8 +74,7 @@ class RampThroughput:
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
         """Return the cost of a batch ramp over the first ``over_tokens`` tokens of a run.
 
-        ``sizes`` has pairs (first token, batch in tokens). ``increment`` is the step from one batch to the next, in
-        tokens, or None if the steps differ. It is only copied to the result.
+        ``sizes`` has pairs (first token, batch in tokens). ``increment``, in tokens, is only copied to the result.
         """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
@@ -143,8 +133,7 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the increment of a batch ramp: the smallest multiple of a unit that divides ``sequences`` into at most
-    64 equal parts.
+    """Return the smallest multiple of a unit that divides ``sequences`` into at most 64 equal parts.
 
     The unit is dp x ``micro_batch`` if this product divides ``sequences`` into at least 8 equal parts, otherwise dp.
     """
@@ -164,10 +153,7 @@ def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
 
 
 def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:
-    """Return (batch in tokens, number of steps with this batch) for each batch size in a run of ``tokens`` tokens.
-
-    ``sizes`` has pairs (first token, batch in tokens).
-    """
+    """Return (batch in tokens, steps with it) for each pair (first token, batch in tokens) in ``sizes``."""
     schedule = BatchSchedule(sizes)
     ends = [segment.first_step for segment in schedule.segments[1:]] + [schedule.first_step_at(tokens)]
     last = ends[-1]
@@ -194,8 +180,7 @@ class NoiseFit(NoiseFitRow):
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     """Fit a power law to the pairs (tokens, noise scale), without the first 10 pairs.
 
-    The exponent is at least 0: if the noise scale falls, a constant is fitted. Raise InputError if there are fewer
-    than 20 pairs.
+    The exponent is at least 0: a falling noise scale gives a constant. Raise InputError for fewer than 20 pairs.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:
@@ -220,9 +205,8 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
-    Possible batches: the full batch, half of it, a quarter and so on, down to one sequence. A stage begins
-    when its batch is ``multiple`` x the noise scale. Raise InputError if the recipe's run ends before the first
-    measurement of the fit.
+    Possible batches: the full batch, half of it, and so on down to one sequence. A stage begins when its batch is
+    ``multiple`` x the noise scale. Raise InputError if the run ends before the first measurement of the fit.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     if tokens < fit.from_tokens:

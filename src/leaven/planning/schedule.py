@@ -133,10 +133,7 @@ def simulate(
 
 
 def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Timeline:
-    """Return the passes of a step with their times in seconds.
-
-    Unlike in :func:`timing.step_time`, the gradient exchange and the optimizer are not included.
-    """
+    """Return the passes of a step with their times in seconds, without gradient exchange and optimizer."""
     layout = how.layout
     block = block_time(model, how, cluster, code)
     layers = stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)

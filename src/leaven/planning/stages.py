@@ -49,10 +49,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return each stage's number of blocks by the rule ``work``: the stages compute about equally much.
-
-    ``weights`` (for each block) and ``unembedding`` are numbers of multiply-adds. The last stage has the unembedding.
-    """
+    """Apply the rule ``work``. ``weights`` (by block) and ``unembedding`` (last stage) are in multiply-adds."""
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for left, weight in zip(reversed(range(len(weights))), weights, strict=True):
@@ -67,10 +64,7 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
 ) -> tuple[tuple[BlockTable, int], ...]:
-    """Return (block, count) for each distinct block on the pipeline rank ``rank``, over all stages of the rank.
-
-    These stages are rank, rank + pp, rank + 2 pp, and so on.
-    """
+    """Return (block, count) for each distinct block on the pipeline rank ``rank``, over all stages of the rank."""
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)

@@ -109,10 +109,7 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
 
 
 def _proxy(started: StarterRecipes) -> Recipe | None:
-    """Return the recipe of the proxy in ``started.tuning``, or None if no proxy should be tuned.
-
-    This is the target recipe, scaled down to the proxy's size, with the layout of a single process.
-    """
+    """Return the target recipe scaled down to the size of ``started.tuning.proxy``, laid out for one process."""
     proxy, target = started.tuning.proxy, started.target
     if proxy is None:
         return None
@@ -126,8 +123,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
         tokens=proxy.tokens,
         name=f"{target.name}-proxy",
     )
-    least = LEAST_HELD_OUT * proxy.shape.seq_len
-    held_out = min(max(proxy.tokens // 100, least), target.evaluation.tokens)
+    held_out = min(max(proxy.tokens // 100, LEAST_HELD_OUT * proxy.shape.seq_len), target.evaluation.tokens)
     why = small.why | {
         **{
             path: sentence("proxy", path, {"target": target.name, "model": target.model})

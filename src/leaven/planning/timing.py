@@ -25,14 +25,7 @@ from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.collectives import all_reduce, all_to_all, hop, ring, send_once
 from leaven.planning.hardware import Cluster
-from leaven.planning.operators import (
-    Operator,
-    Work,
-    block_operators,
-    expert_ranks,
-    matmul_seconds,
-    stream_seconds,
-)
+from leaven.planning.operators import Operator, Work, block_operators, expert_ranks, matmul_seconds, stream_seconds
 from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, sharers, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
@@ -125,8 +118,7 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
     # With ``selective = "products"``, attention and every second matrix product are kept.
     # Products of routed experts are repeated.
     dense = (operator for operator in operators if operator.weight and "experts" not in operator.name)
-    kept = core + sum(operator.forward for operator in dense) / 2
-    return once - kept
+    return once - (core + sum(operator.forward for operator in dense) / 2)
 
 
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
@@ -188,8 +180,7 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
     """Return the seconds to add one micro-batch's gradients to the accumulated gradients."""
-    summed = code.accumulation or code.grads
-    return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
+    return parameters * (code.element + 2 * (code.accumulation or code.grads)) / (accelerator.memory_tb_s * 1e12)
 
 
 def _tokens(table: Blueprint, how: Arrangement) -> int:
@@ -313,8 +304,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of ``collective`` for the blocks and experts of a rank, at ``of_each`` bytes per
-        parameter."""
+        """Return the seconds of ``collective`` for a rank's parameters at ``of_each`` bytes each."""
         of_blocks = collective(of_each * blocks, shard, tp, accelerator, messages)
         of_experts = collective(of_each * held.experts, expert_shard, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)

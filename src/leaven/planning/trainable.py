@@ -61,7 +61,6 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """Return why the gradient noise scale that the recipe asks for cannot be measured, or None."""
     if recipe.stability.noise_scale_every_tokens is None:
         return None
     layout = recipe.layout

@@ -16,7 +16,6 @@ class Part(BaseModel):
 
     @classmethod
     def added_defaults(cls) -> dict[str, Any]:
-        """Return the defaults of the fields in `added`, by name."""
         return {name: cls.model_fields[name].default for name in cls.added}
 
     @model_serializer(mode="wrap")

@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from leaven.recipe.base import Part
 
-# 10,000 times as many tokens as any published run; this number times 8 bytes still fits into 64 bits.
-MOST_TOKENS = 10**18
+MOST_TOKENS = 10**18  # 10,000 times any published run; this number times 8 bytes still fits into 64 bits
 MOST_INCREMENTS = 10_000  # largest number of increments of a ramp; each is an entry in :attr:`Batch.sizes`
 Count = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
 # Which hyperparameters apply while the batch size is not ``[batch] tokens``. fixed: those for ``[batch] tokens``;
@@ -138,12 +137,10 @@ class BatchSchedule:
 
     def tokens_at_step(self, step: int) -> int:
         """Return the number of tokens consumed before ``step``. The first step is 0."""
-        index = bisect_right(self.segments, step, key=lambda segment: segment.first_step) - 1
-        segment = self.segments[index]
+        segment = self.segments[bisect_right(self.segments, step, key=lambda segment: segment.first_step) - 1]
         return segment.first_token + (step - segment.first_step) * segment.batch_tokens
 
     def first_step_at(self, tokens: int) -> int:
         """Return the smallest number of steps that consume at least ``tokens`` tokens."""
-        index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
-        segment = self.segments[index]
+        segment = self.segments[bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1]
         return segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)

@@ -10,11 +10,9 @@ from leaven.recipe.base import Part
 from leaven.recipe.batch import Count
 
 STDLIB_TOKENS = 3_000_000
-"""Approximate number of tokens of the text python-stdlib (10.7 MB). With a vocabulary of 4,096 it is 2.86 M
-(docs/log.md)."""
+"""Tokens of the text python-stdlib, rounded; with a vocabulary of 4,096 it has 2.86 M (docs/log.md)."""
 LONGEST_PERIOD = 100_000
-"""The sources take turns in an order that repeats after a period. This is the longest allowed period, in samples. The
-period is the common denominator of the shares of the sources: 4 for shares of 1/4 and 3/4."""
+"""Longest period of the order of the sources, in samples: the common denominator of their shares."""
 
 
 class DataSource(Part):
@@ -52,13 +50,11 @@ class Data(Part):
     # the id is unknown.
     end_of_text: int | None = Field(default=None, ge=0)
     tokens: Count  # number of tokens to train on; if the text has fewer, it is repeated
-    # Seed of the initialisation, the order of the data and the masks of dropout.
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)  # of the initialisation, the order of the data and dropout masks
     # packed: documents are concatenated, and each token sees all earlier tokens of its sequence;
     # isolated: attention, positions and loss do not cross the end of a document.
     documents: Literal["packed", "isolated"] = "packed"
-    # Largest share of unreadable lines, or of unreadable files, in a source. Above it, reading ends with an error.
-    corrupt_share: float = Field(default=0.001, ge=0, le=1)
+    corrupt_share: float = Field(default=0.001, ge=0, le=1)  # most unreadable lines, or files, that a source may have
 
     added: ClassVar = ("end_of_text",)
 

@@ -18,14 +18,12 @@ class Experts(Part):
     active: int = Field(gt=0)  # number of routed experts that each token uses
     # Intermediate size of one expert. d_ff / d_expert is the granularity (Krajewski et al. 2024, arXiv 2402.07871).
     d_expert: int = Field(gt=0, le=2**22)
-    # Number of shared experts; together they are one MLP of shared x d_expert.
-    shared: int = Field(default=0, ge=0, le=2**16)
+    shared: int = Field(default=0, ge=0, le=2**16)  # shared experts; together they are one MLP of shared x d_expert
     dense_layers: int = Field(default=0, ge=0)  # number of first layers that have an MLP of size d_ff, not experts
     # How the router turns its logits into scores. softmax: over all experts (Mixtral, Qwen3, OLMoE); sigmoid: of each
     # expert by itself (DeepSeek-V3). The experts with the highest scores are chosen.
     router: Literal["softmax", "sigmoid"] = "softmax"
-    # Whether the scores of the chosen experts are divided by their sum (Mixtral, Qwen3, DeepSeek-V3; not OLMoE).
-    normalise: bool = True
+    normalise: bool = True  # divide the chosen experts' scores by their sum (Mixtral, Qwen3, DeepSeek-V3; not OLMoE)
     weight_scale: float = Field(default=1.0, gt=0)  # factor on the weights of the chosen experts (DeepSeek-V3: 2.5)
     # How the load is balanced. loss: a loss that is small if each sequence uses all experts equally often. bias: each
     # expert has a bias, which is added to its score when experts are chosen, but not to its weight. After a step, the

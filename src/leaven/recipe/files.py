@@ -97,7 +97,6 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
 
 
 def _place(keys: list[str]) -> str:
-    """Return a key as messages write it, such as ``[model] d_ff``."""
     return f"[{'.'.join(keys[:-1])}] {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
@@ -140,10 +139,7 @@ def _remove(document: dict[str, Any], path: str) -> None:
 
 
 def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
-    """Return a line about the first unknown key, such as ``[model] d_modle: no such key; did you mean d_model?``
-
-    If there is none, the line is about the first validation error.
-    """
+    """Return a line about a validation error, such as ``[model] d_modle: no such key; did you mean d_model?``"""
     # An unknown key is reported first: if a key is missing as well, the unknown key is usually its misspelling.
     fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int", "tag:"))]
@@ -163,7 +159,6 @@ def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
 
 
 def _suggestion(keys: list[str], part: type[BaseModel]) -> str:
-    """Return a hint for an unknown key: the most similar key of its table, or all keys of the table."""
     for key in keys[:-1]:
         if field := part.model_fields.get(key):  # other keys are names of modules or numbers in a list
             part = next(_parts(field.annotation), part)
@@ -171,7 +166,6 @@ def _suggestion(keys: list[str], part: type[BaseModel]) -> str:
 
 
 def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the classes of recipe parts, such as ``Batch``, that a type annotation contains."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -206,11 +200,9 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return ``rows``, a value of a recipe. If it is a list of tables, leave out the keys with default values.
+    """Leave out the default values in a list of tables that the template does not state. Keep any other value.
 
-    Args:
-        own: ``rows`` without default values.
-        stated: the value in the template of :func:`render`. If it has as many tables as ``rows``, its keys are kept.
+    ``own`` is ``rows`` without default values, and ``stated`` is the template's value.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows

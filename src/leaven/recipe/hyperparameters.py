@@ -60,8 +60,6 @@ class DepthProfile(Part):
 
 
 class Clip(Part):
-    """How gradients are clipped."""
-
     # global: the norm over all parameters is at most ``limit``. per-module: the norm of each module in each block is
     # at most ``limit``. running: the global norm is at most ``limit`` x the running root mean square of the
     # clipped norms of earlier steps, which decays with Adam's beta2.
@@ -141,7 +139,6 @@ class Hyperparameters(Part):
         return values
 
     def muon_of(self, role: Role) -> Muon | None:
-        """Return the settings of Muon if it updates parameters of this role, else None."""
         return self.muon if role.in_branches else None
 
     @property
@@ -204,10 +201,7 @@ class Hyperparameters(Part):
                     raise ValueError(reason)
 
     def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
-        """Return why a module cannot have a multiplier of ``quantity``, or None if it can.
-
-        ``known`` has the role of each module of the model.
-        """
+        """Return why a module cannot have a multiplier of ``quantity``, or None if it can."""
         where = "hyperparameters.modules"
         if module not in known:
             hint = suggestion(module, known, f"there are {', '.join(known)}")

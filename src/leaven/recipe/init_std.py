@@ -49,7 +49,6 @@ class Init:
 
     @property
     def text(self) -> str:
-        """Return all formulas in one line."""
         named = {"embedding": self.embedding, "outputs": self.outputs, "unembedding": self.unembedding}
         if self.gated_in:
             named["a gated mlp.in"] = self.outputs
@@ -64,7 +63,6 @@ class Init:
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
     def formula(self, parameter: Parameter, gated: bool) -> Formula:
-        """Return the formula of the initial std of one matrix. ``gated``: whether the model has gated MLPs."""
         if parameter.module in self.modules:
             return self.modules[parameter.module]
         is_input = parameter.module.startswith("mlp.") and parameter.module.endswith(".in")
@@ -77,10 +75,7 @@ class Init:
         return self.inputs
 
     def std(self, parameter: Parameter, n_layers: int, gated: bool) -> float:
-        """Return the initial std of the matrix ``parameter`` in a model with ``n_layers`` blocks.
-
-        ``gated``: whether the model has gated MLPs, for which some inits use another std.
-        """
+        """Return the initial std of a matrix. ``gated``: the model has gated MLPs, for which some inits differ."""
         out, into = parameter.shape[-2:]
         width = out if parameter.module in BRANCH_ENDS else into
         return self.formula(parameter, gated).std(MatrixPlace(width, n_layers, parameter.layer or 0, into, out))
@@ -93,10 +88,8 @@ def usual_std(width: int) -> float:
 
 _GPT2 = Formula("0.02", lambda at: 0.02)
 _SMALL = Formula("sqrt(2 / (5 d))", lambda at: math.sqrt(2 / (5 * at.d)))
-_MT_NLG = Formula("sqrt(1 / (3 d))", lambda at: usual_std(at.d))
 _LECUN = Formula("1 / sqrt(d)", lambda at: at.d**-0.5)
 _FAN_IN = Formula("1 / sqrt(f)", lambda at: at.f**-0.5)
-_ZERO = Formula("0", lambda at: 0.0)
 _DEEPNET = Formula(
     "(8 L)^-1/4 sqrt(2 / (f + o))", lambda at: math.pow(8 * at.L, -0.25) * math.sqrt(2 / (at.f + at.o))
 )
@@ -116,7 +109,7 @@ INITS: Mapping[str, Init] = MappingProxyType(
         ),
         "mt-nlg": Init(
             source="MT-NLG 530B, arXiv 2201.11990, and BLOOM-176B; outputs scaled as in Megatron-LM",
-            inputs=_MT_NLG,
+            inputs=Formula("sqrt(1 / (3 d))", lambda at: usual_std(at.d)),
             outputs=Formula(
                 "sqrt(1 / (3 d)) / sqrt(2 L)", lambda at: math.sqrt(1 / (3 * at.d)) / math.sqrt(2 * at.L)
             ),
@@ -165,7 +158,7 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
         "nanochat": Init(
             source="karpathy/nanochat; needs a different lr for each parameter group; q, k and v are drawn uniformly",
             inputs=_LECUN,
-            outputs=_ZERO,
+            outputs=Formula("0", lambda at: 0.0),
             embedding=Formula("0.8", lambda at: 0.8),
             unembedding=Formula("0.001", lambda at: 0.001),
             modules={"mlp.in": Formula("0.4 / sqrt(d)", lambda at: 0.4 * at.d**-0.5)},

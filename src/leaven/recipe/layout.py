@@ -8,8 +8,6 @@ from leaven.recipe.base import Part
 
 Recompute = Literal["none", "selective", "full"]
 Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-
-
 # The limit is more ranks than any cluster has. With larger degrees, a search for layouts would take too long.
 Degree = Annotated[int, Field(gt=0, le=2**24)]
 
@@ -23,8 +21,7 @@ class Layout(Part):
     cp: Degree = 1  # context-parallel degree; for ``leaven plan`` and exports, not for training
     ep: Degree = 1  # expert-parallel degree: the experts of a layer are divided among this many of the dp x cp ranks
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
-    # Number of replicas (HSDP); ZeRO shards each replica over dp / dp_replicate ranks.
-    dp_replicate: Degree = 1
+    dp_replicate: Degree = 1  # number of replicas (HSDP); ZeRO shards each replica over dp / dp_replicate ranks
     schedule: Pipeline = "1f1b"
     stages_per_rank: Degree = 1  # pipeline stages on each rank
     recompute: Recompute = "none"  # activation checkpointing: which activations the backward pass recomputes

@@ -87,13 +87,11 @@ class Stability(Part):
     max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
     rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr returns to its full value
-    # Tokens between checkpoints; None: 1/10 of the run.
-    checkpoint_every_tokens: int | None = Field(default=None, gt=0)
+    checkpoint_every_tokens: int | None = Field(default=None, gt=0)  # None: 1/10 of the run
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
     # The first checkpoint of each interval of this length, except the first interval, is never deleted.
     keep_every_tokens: int | None = Field(default=None, gt=0)
-    # Interval between measurements of the gradient noise scale; None: it is not measured.
-    noise_scale_every_tokens: int | None = Field(default=None, gt=0)
+    noise_scale_every_tokens: int | None = Field(default=None, gt=0)  # None: it is not measured
 
     @model_validator(mode="after")
     def _validate_rollback_lr(self) -> "Stability":
@@ -108,19 +106,16 @@ class Stability(Part):
 class EvaluationSettings(Part):
     """How often the validation loss is computed, and on how many tokens. A finished run ends with an evaluation."""
 
-    # Tokens of one evaluation, spread evenly over the validation split; all of it if it has fewer.
-    tokens: int = Field(default=131_072, gt=0)
+    tokens: int = Field(default=131_072, gt=0)  # spread evenly over the validation split; all of it if it has fewer
     every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: 1/10 of the run
 
 
 class Average(Part):
     """An average of the weights over steps, which a run computes, validates and saves beside the weights.
 
-    Without a half-life, the average is uniform. Otherwise it is an exponential moving average, uniform at
-    first.
+    Without a half-life, the average is uniform. Otherwise it is an exponential moving average, uniform at first.
     """
 
-    # Half-life of an exponential moving average in tokens; None: a uniform average.
     half_life_tokens: int | None = Field(default=None, gt=0)
     last: float = Field(default=1.0, gt=0, le=1)  # average only over this last share of the run
 
@@ -194,10 +189,8 @@ class Tuning(Part):
         return self
 
 
-# Parts of a recipe that change at most the last bits of the loss.
-NOT_NUMBERS = {"name", "why", "layout", "tuning"}
-# In [why], the mark of a value that `leaven train --rewind-to` changed during the run.
-BY_REWIND = "by --rewind-to"
+NOT_NUMBERS = {"name", "why", "layout", "tuning"}  # parts of a recipe that change at most the last bits of the loss
+BY_REWIND = "by --rewind-to"  # in [why], the mark of a value that `leaven train --rewind-to` changed during the run
 _DURING_A_RUN = re.compile(rf"since [\d,]+ tokens(?:, {BY_REWIND})?; before: ")
 
 
@@ -295,7 +288,6 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """The recipe with AdamW in place of Muon."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})
@@ -357,10 +349,7 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that can change the loss by more than its last bits.
-
-    The parts of a recipe in ``NOT_NUMBERS`` (name, why, layout, tuning) are not compared.
-    """
+    """Return the differences between two recipes that can change the loss by more than its last bits."""
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 

@@ -27,15 +27,7 @@ class Schedule(Part):
         return self
 
     def multiplier(self, tokens: float, horizon: int) -> float:
-        """Return the factor on the peak lr after ``tokens`` tokens of a run that has ``horizon`` tokens.
-
-        The factor rises linearly during the warm-up. Then:
-
-        - ``cosine``, ``linear``: it falls to ``min_lr_ratio`` at the end of the run.
-        - ``wsd``: it stays at 1 until the final cooldown, and then falls to ``min_lr_ratio``.
-        - ``inverse_sqrt``: it falls as 1 / sqrt(tokens), but not below ``min_lr_ratio``.
-        - ``constant``: it stays at 1.
-        """
+        """Return the factor on the peak lr after ``tokens`` tokens of a run that has ``horizon`` tokens."""
         if tokens < self.warmup_tokens:
             return max(tokens, 0) / self.warmup_tokens
         floor = self.min_lr_ratio

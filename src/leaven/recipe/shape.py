@@ -47,7 +47,6 @@ class Role(StrEnum):
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether parameters with this role are matrices, not gains or biases."""
         return self in {
             Role.EMBEDDING,
             Role.HIDDEN_WEIGHT,
@@ -65,8 +64,6 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """The name, shape and role of a parameter of the model."""
-
     name: str
     # (fan out, fan in) for a matrix, as in ``nn.Linear``; (experts, fan out, fan in) for the matrices of the routed
     # experts; (vocabulary or positions, width) for an embedding
@@ -216,7 +213,6 @@ class ModelShape(Part):
 
     @property
     def branch_ends(self) -> tuple[str, ...]:
-        """Return the names of the last matrices of this model's residual branches, such as ``mlp.out``."""
         experts = self.experts
         found = {
             "mlp.out": not experts or bool(experts.dense_layers),
@@ -330,7 +326,6 @@ class ModelShape(Part):
         return sum(self._used(parameter) for parameter in self.parameters() if parameter.role not in outside)
 
     def _used(self, parameter: Parameter) -> int:
-        """Return the size of a parameter. For routed experts, count only those that a token uses."""
         if self.experts is None or parameter.role is not Role.EXPERT_WEIGHT:
             return parameter.size
         return parameter.size * self.experts.active // self.experts.number
@@ -338,8 +333,7 @@ class ModelShape(Part):
     def width_unit(self, step: int | None = None) -> int:
         """Return the smallest d_model that keeps d_attention / d_model and makes d_attention a multiple of ``step``.
 
-        d_attention is the width of all query heads. By default, ``step`` is the width of the query heads that share
-        one key-value head.
+        By default, ``step`` is the width of the query heads that share one key-value head.
         """
         step = step or self.d_head * self.n_heads // self.n_kv_heads
         return self.d_model * step // math.gcd(self.n_heads * self.d_head, self.d_model * step)
@@ -391,8 +385,7 @@ class ModelShape(Part):
                     f"at width {width}, experts.d_expert is {self.experts.d_expert} x {d_ff} / {self.d_ff}, which is "
                     "not a whole number; choose a d_expert that is a simple fraction of d_ff"
                 )
-            d_expert = self.experts.d_expert * d_ff // self.d_ff
-            changes["experts"] = self.experts.model_dump() | {"d_expert": d_expert}
+            changes["experts"] = self.experts.model_dump() | {"d_expert": self.experts.d_expert * d_ff // self.d_ff}
         try:
             return ModelShape.model_validate(self.model_dump() | changes)
         except ValidationError as error:

@@ -1,5 +1,4 @@
-"""Build the document of ``leaven show`` and ``leaven transfer``: the values of each parameter, and a
-comparison with published inits."""
+"""Build the document of ``leaven show`` and ``leaven transfer``, with a comparison with published inits."""
 
 import math
 from collections.abc import Sequence
@@ -30,8 +29,7 @@ class ModuleStart:
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     """Return the initial std of each module's matrices, and the std that each published init would give.
 
-    A module has one entry for all blocks. If its stds differ between blocks, it has two, for the first and last
-    block.
+    A module has one entry for all blocks, or two, for the first and last block, if its stds differ between blocks.
     """
     by_module: dict[str, list[ModuleStart]] = {}
     depth = recipe.model.n_layers
@@ -51,10 +49,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits, the nearest first, each with its distance in octaves.
-
-    The distance is the mean of abs(log2(std / published std)) over the modules in ``found``.
-    """
+    """Return the published inits, the nearest first, each with its mean distance in octaves."""
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]

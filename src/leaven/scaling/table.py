@@ -45,22 +45,18 @@ class ParameterRow(Parameter):
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """The values of all parameters of a recipe."""
-
     rule: Rule
     ratios: Ratios  # ratios of the run to its base
     rows: tuple[ParameterRow, ...]
     attention_scale: float  # factor on the dot products of queries and keys
     beta2: float  # beta2 of a module without multipliers
-    # Scaled coefficients of a router's balance loss and of its z-loss.
-    router_losses: tuple[float, float] = (0.0, 0.0)
+    router_losses: tuple[float, float] = (0.0, 0.0)  # scaled coefficients of a router's balance loss and z-loss
 
     def __getitem__(self, name: str) -> ParameterRow:
         return next(row for row in self.rows if row.name == name)
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """The factors by which the forward pass multiplies the outputs of parameters, by parameter name."""
         return {row.name: row.multiplier for row in self.rows}
 
 
@@ -81,8 +77,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
     head = model.d_head / recipe.base_shape.d_head
     rows = []
     for parameter in model.parameters():
-        base_shape = base_shapes[label(parameter.name)]
-        scales = tensor_ratios(parameter.role, parameter.shape, base_shape, at, head)
+        scales = tensor_ratios(parameter.role, parameter.shape, base_shapes[label(parameter.name)], at, head)
         rows.append(
             parameter_row(
                 parameter,
@@ -136,11 +131,7 @@ def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
 def parameter_row(
     parameter: Parameter, at: TensorRatios, *, scaling: Scaling, base: Hyperparameters, n_layers: int, gated: bool
 ) -> ParameterRow:
-    """Return the row of one parameter of any model.
-
-    ``at``: the parameter's ratios to the base. ``base``: the hyperparameters at the base. ``n_layers``: the
-    model's depth. ``gated``: whether the model's MLPs are gated.
-    """
+    """Return the row of one parameter of any model. ``at``: its ratios to the base. ``base``: the base's values."""
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     muon, match = base.muon_of(role), 0.0

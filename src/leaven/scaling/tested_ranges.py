@@ -37,10 +37,8 @@ MUON_FACTOR = 4.0
 OUTPUT_NORM_FACTOR = 2.0
 OUTPUT_NORM_EXPONENTS = {"width": -0.22, "depth": -0.34}
 _MOST_SHOWN = 6  # values that a warning lists
-# Warn if the mean lr of two runs, as a share of the peak, differs by more than this factor.
-MEAN_LR_FACTOR = 1.1
-# Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
-EPS_SHARE = 0.1
+MEAN_LR_FACTOR = 1.1  # warn if the mean lr of two runs, as a share of the peak, differs by more than this factor
+EPS_SHARE = 0.1  # warn above this eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller
 # Warn above this init std, in units of sqrt(1 / (3 d_model)). Runs at 2.5 trained (std 0.02 at width 5,120: OLMo 2
 # 13B, Pythia 12B); BigScience's 104B run at 3.7 did not.
 LARGE_INIT = 3.0
@@ -96,10 +94,7 @@ def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
 
 
 def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a warning if a transfer replaced values of ``target`` by values that no study searched.
-
-    The new values come from ``tuned``. ``after`` is the target's recipe after the transfer.
-    """
+    """Return a warning if the transfer of ``tuned`` to ``target`` gave ``after`` values that no study searched."""
     searched = {path.partition("[")[0] for path in searched_paths(tuned)}
     if not searched:  # `untuned` warns of it
         return []
@@ -147,11 +142,7 @@ def _written(value: Any) -> str:
 
 
 def unlike_training(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a warning for each difference between two recipes that may change the best values.
-
-    The differences are: the mean of lr / peak lr (by more than the factor `MEAN_LR_FACTOR`), ``data.documents``,
-    dropout, and start weights in only one recipe.
-    """
+    """Return a warning for each difference between two recipes that may change the best values."""
     found = _unlike_schedule(before, after)
     if before.data.documents != after.data.documents:
         found.append(_caution("documents", 1, 0, there=before.data.documents, here=after.data.documents))
@@ -207,23 +198,14 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Yield a warning each for the batch and the tokens of a run with Muon, if they are far from the base's.
-
-    Yield nothing if the rule does not scale with batch and tokens.
-    """
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
-            limit = MUON_FACTOR if ratio > 1 else 1 / MUON_FACTOR
-            yield _caution(f"muon {axis}", ratio, limit, "muon", axis=axis)
+            yield _caution(f"muon {axis}", ratio, MUON_FACTOR if ratio > 1 else 1 / MUON_FACTOR, "muon", axis=axis)
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Yield a warning if the width or the depth is far above the base's, because the best lr then changes.
-
-    Only recipes with complete-d-p and norms on the outputs of residual branches are checked. Their depth is checked
-    only at alpha = 1.
-    """
+    """Warn if width or depth is far above the base's. Depth was measured only at alpha = 1."""
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():
@@ -254,7 +236,6 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if the token exponent t is outside the interval that ``leaven check duration`` measured."""
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
         return
@@ -280,7 +261,6 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about betas of Adam outside the range in which runs have trained well."""
     rows = [row for row in table.rows if not row.match]  # without the matrices that Muon updates
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(rows, check.hidden, check.trained)):
@@ -306,7 +286,6 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if the initial logits are large, or if a block's matrix has an init std far above the usual one."""
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     # RMS of the logits: the final norm gives activations of RMS 1.
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

@@ -211,8 +211,7 @@ def _moved_reason(tuned: Recipe, path: str, factor: float, target: Recipe | None
     start = None
     with suppress(InputError):  # a reason without the start is refused where the start is used
         start = round(study_start(tuned, path, target) * factor) if path in _SEARCHED_COUNTS else None
-    facts = {"study": tuned.why[path], "factor": factor, "start": start}
-    return sentence("transfer like", "moved", facts, _MESSAGES)
+    return sentence("transfer like", "moved", {"study": tuned.why[path], "factor": factor, "start": start}, _MESSAGES)
 
 
 def study_start(tuned: Recipe, path: str, target: Recipe | None = None) -> int:
@@ -323,7 +322,6 @@ def _increments(sequences: int, share: float, increments: int) -> tuple[int, int
     """Return (number of increments, sequences in an increment) of a ramp to a batch of ``sequences``.
 
     The ramp's first batch, ``sequences`` minus all increments, is as near as possible to ``share`` x ``sequences``.
-    The number of increments is usually between 4/5 and 5/4 of ``increments``.
     """
     if not increments:
         return 0, 1
@@ -339,10 +337,7 @@ def _increments(sequences: int, share: float, increments: int) -> tuple[int, int
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return {path: reason} for the changed values of ``after`` that have a template in ``messages.toml``.
-
-    The section ``hyperparameters``, gradient clipping and the base are always included.
-    """
+    """Return {path: reason} for the changed values of ``after`` that have a template in ``messages.toml``."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

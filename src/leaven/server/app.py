@@ -54,8 +54,7 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def application(roots: list[Path], token: str) -> Starlette:
-    """Return the web application that shows the runs, studies, checks and demos in ``roots``. It refuses requests
-    without the access token ``token``."""
+    """Return the web application for the folders in ``roots``. It refuses requests without the token ``token``."""
     routes = {
         "/": lambda request: _folders(request, roots),
         "/folder/{root}/{name:path}": lambda request: _folder(request, roots),
@@ -164,8 +163,7 @@ def _plotly(request: Request) -> Response:
 
 
 def _planner(request: Request) -> Response:
-    asked = request.query_params
-    form = [replace(field, value=asked.get(field.name, field.value).strip()) for field in FIELDS]
+    form = [replace(field, value=request.query_params.get(field.name, field.value).strip()) for field in FIELDS]
     given = {field.name: field.value for field in form}
 
     def make() -> str:
@@ -192,7 +190,6 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return the shell command that prints the plan of :func:`_planned`."""
     options = ["--gpus", given["gpus"]]
     options += [part for key in ("layout", "price") if given[key] for part in (f"--{key}", given[key])]
     if given["size"] and not given["size"][0].isdigit():

@@ -25,8 +25,6 @@ SILENT = 120.0  # seconds; a run is called running if a file has changed within 
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a run, study, check or demo. Its root is one of the folders given to ``leaven serve``."""
-
     root: int  # index of the root, in the order given to ``leaven serve``
     folder: Path
     name: str  # path relative to the root, with \udcXX for a byte that is not UTF-8; "" for the root itself
@@ -53,8 +51,6 @@ class Found:
 
 @dataclass(frozen=True)
 class FolderRow:
-    """A row of the list of folders in ``leaven serve``."""
-
     found: Found
     name: str  # name of the recipe, or of the demo
     state: str  # for example running or finished

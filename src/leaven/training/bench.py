@@ -27,10 +27,7 @@ STEPS = 3  # optimizer steps of a measurement; the first is a warm-up and is not
 
 
 def batches_of(recipe: Recipe) -> list[int]:
-    """Return the global batch sizes to measure, in sequences, from small to large.
-
-    They are the recipe's batch size divided by 1, 2, 4, ..., 64, rounded up, without repeats.
-    """
+    """Return the global batch sizes to measure, in sequences: the recipe's / 64, 32, ..., 1, rounded up."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(7)})
 

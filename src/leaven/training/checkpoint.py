@@ -59,17 +59,13 @@ FORMAT, FORMAT_OF_MANY = 2, 3
 ``state.json`` also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
 *_ADAM, _MUON = MOMENTS
-# Number of times that read_checkpoint lists the checkpoints of a run that trains meanwhile. There is a limit because
-# reading a large checkpoint may always take longer than the run keeps it.
-MOST_READS = 10
+MOST_READS = 10  # of the list of checkpoints: a large checkpoint may always take longer to read than the run keeps it
 TEXT = "text"  # key of the fingerprint of the run's text in the state of a checkpoint
 END_OF_TEXT = "end_of_text"  # key of the id of the token that ends documents in training; null if unknown
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of a run: its steps, tokens and seconds so far."""
-
     step: int = 0  # number of steps done
     tokens: int = 0  # number of tokens trained
     seconds: float = 0.0  # time of steps and validations, also of those that a rollback has undone
@@ -146,11 +142,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors. Return a JSON object about what was written.
-
-    The object has the fingerprint of each file (``files``), the shape and blocks of each tensor (``model``,
-    ``optimizer``), and the names of tensors in ``checkpoint.places`` that other processes save (``of_others``).
-    """
+    """Write this process's share of the tensors. Return a JSON object with the fingerprint of each file, the shape
+    and blocks of each tensor, and the names in ``checkpoint.places`` that other processes save (``of_others``)."""
     folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
     folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -261,10 +254,7 @@ def read_checkpoint(
 def _newest(
     listed: Sequence[Path], rewinds: Sequence[Rewind], group: ProcessGroup, recipe: Recipe | None
 ) -> tuple[Checkpoint | None, list[Path]]:
-    """Return the result of :func:`read_checkpoint` for the checkpoints ``listed``.
-
-    A checkpoint that has been removed meanwhile counts as damaged.
-    """
+    """Do :func:`read_checkpoint` for ``listed``. A checkpoint that was removed meanwhile counts as damaged."""
     damaged: list[Path] = []
     for candidate in reversed(listed):
         if group.size > 1:
@@ -417,8 +407,6 @@ GIVE_UP = 5.0  # seconds for which `CheckpointManager.close` waits for processes
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of saving: a checkpoint, or an error."""
-
     progress: Progress  # the saved position of the run
     path: Path | None = None  # folder of the checkpoint, if it was written
     error: str | None = None  # why it was not written
@@ -452,20 +440,14 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the checkpoint in a thread. Call :meth:`outcome` before the next save.
-
-        The run has no anomaly in its first ``good_tokens`` trained tokens. This number decides which older
-        checkpoints are kept.
-        """
+        """Start writing a copy of the checkpoint in a thread. Call :meth:`outcome` before the next save. The run has
+        no anomaly in its first ``good_tokens`` tokens, which decides which older checkpoints are kept."""
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save. Return None if there was no save, or if its result was returned before.
-
-        While the save is in progress, wait for it if ``wait`` is true; otherwise return None. Without ``wait``,
-        processes may get the result at different steps. Raise ProcessLost if rank 0 does not answer.
-        """
+        """Return the result of the last save once, otherwise None. Without ``wait``, None also while it is in
+        progress, so processes may get it at different steps. Raise ProcessLost if rank 0 does not answer."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None
@@ -527,22 +509,17 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Choose the checkpoints to keep from the scheduled checkpoints ``due``. Return their token counts.
+    """Return which of the scheduled checkpoints ``due`` to keep, as ascending token counts.
 
-    ``due`` and the result are ascending. These are kept:
-
-    - the newest ``keep``;
-    - the last checkpoint at or before ``good_tokens``;
-    - with ``keep_every_tokens``, the first checkpoint in each interval of this length, except the first
-      interval.
+    These are kept: the newest ``keep``; the last at or before ``good_tokens``; with ``keep_every_tokens``, the first
+    in each interval of this length, except the first interval.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     return sorted(stay.union(kept_for_good(due, keep_every_tokens)))
 
 
 def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
-    """Return the first of ``tokens`` (ascending) in each interval of ``every_tokens`` tokens, except the first
-    interval. With intervals of 2 tokens, 0, 2, 3 and 5 become 2 and 5."""
+    """Return :func:`first_in_each_interval` without the first interval: 0, 2, 3 and 5 become 2 and 5."""
     if every_tokens is None:
         return []
     return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]

@@ -64,8 +64,7 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
                 there = " and ".join(f"{each.dtype} {each.shape}" for each in (first, other))
                 raise ValueError(f"{name}: the blocks of this tensor differ in dtype or shape: {there}")
         blocks = tuple(block for each in pieces for block in each.blocks)
-        fault = _fault(tuple(block.spans for block in blocks), first.shape)
-        if fault:
+        if fault := _fault(tuple(block.spans for block in blocks), first.shape):
             raise ValueError(f"{name}: {fault}")
         whole[name] = replace(first, blocks=blocks)
     return whole
@@ -110,11 +109,8 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Raise ValueError if a recorded shape, offset or dtype is invalid, if a block is in none of ``files``, or if
-        a tensor's blocks do not form the whole tensor.
-
-        ``headers`` are the files to open: the dtypes and shapes of their blocks must be the recorded ones.
-        """
+        """Raise ValueError if a recorded shape, offset or dtype is invalid, if a block is in none of ``files`` or not
+        as recorded in one of ``headers``, which are opened, or if a tensor's blocks do not form the whole tensor."""
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]
@@ -122,8 +118,7 @@ class Tensors(Mapping[str, Tensor]):
                 raise ValueError(f"{name}: a shape or an offset is not a whole number")
             if not isinstance(getattr(torch, saved.dtype, None), torch.dtype):
                 raise ValueError(f"{name}: {saved.dtype} is not a dtype of torch")
-            fault = _fault(tuple(block.spans for block in saved.blocks), saved.shape)
-            if fault:
+            if fault := _fault(tuple(block.spans for block in saved.blocks), saved.shape):
                 raise ValueError(f"{name}: {fault}")
             for block in saved.blocks:
                 if block.file not in known:
@@ -155,7 +150,6 @@ class Tensors(Mapping[str, Tensor]):
         return name in self._saved  # Mapping's own would read the tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
         return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

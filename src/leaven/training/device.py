@@ -43,8 +43,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak speed of a device."""
-
     flops: float  # FLOP/s
     source: str  # where the number comes from: a data sheet or a measurement
     # If the device only emulates the recipe's dtype: the time of a matmul in this dtype divided by its time in fp32.

@@ -90,13 +90,10 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback):
-    """Ends a trial that cannot reach the best trial so far.
-
-    The trial is checked at each new point of its loss curve after the warm-up.
-    """
+    """Ends a trial that cannot reach the best trial so far. Checks at each point of its curve after the warm-up."""
 
     monitor: DivergenceMonitor  # records the loss curve; must come earlier in the list of callbacks
-    baseline: Baseline  # the best trial so far
+    baseline: Baseline
     warmup_tokens: int  # no trial is ended earlier
 
     def after_step(self, step: StepResult) -> None:
@@ -132,19 +129,15 @@ def expected(curve: Curve, baseline: Baseline) -> float:
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return how much ``curve`` is above the baseline's curve, in nats: the mean over its last :data:`SMOOTH` points.
-
-    The baseline is interpolated at the token counts of these points.
-    """
+    """Return how much ``curve`` is above the baseline's curve, in nats: the mean over its last :data:`SMOOTH` points,
+    at whose token counts the baseline is interpolated."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how many nats the baseline's loss still falls after the last token count of ``curve``.
-
-    It is a difference of two means, each over :data:`SMOOTH` points.
-    """
+    """Return how many nats the baseline's loss still falls after the end of ``curve``: a difference of two means over
+    :data:`SMOOTH` points."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

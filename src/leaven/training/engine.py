@@ -79,7 +79,6 @@ class Training:
             keep_freed_memory()
         self.group = group
         table = parameter_table(recipe)
-        # The layers of this process, with initial values from the parameter table.
         self.sharded = ShardedModel(
             recipe.model,
             table,
@@ -128,17 +127,14 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens trained."""
         return self.progress.tokens
 
     @property
     def next_batch_tokens(self) -> int:
-        """The number of tokens in the batch of the next step."""
         return self.recipe.batches.batch_at(self.progress.tokens)
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
         return self.progress.step >= self.recipe.steps
 
     @property
@@ -230,10 +226,8 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return the number of tokens that count in the loss, summed over the first micro-batch of every process.
-
-        A sample that several processes read counts once. The result is a scalar.
-        """
+        """Return the number of targets that count in the loss, over the first micro-batch of every process, a scalar.
+        A sample that several processes read counts once."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -259,7 +253,6 @@ class Training:
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
     def _batch_at(self, tokens: int) -> TrainingBatch:
-        """Return the batch of the step that starts after ``tokens`` tokens, with this process's samples."""
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
         start, count = self._own_sequences(sequences)
@@ -270,10 +263,7 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch with this process's samples, which are the first ``count`` of ``windows``.
-
-        ``sequences`` is the number of samples over all processes.
-        """
+        """Return a batch of ``sequences`` samples over all processes. Ours are the first ``count`` of ``windows``."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -287,11 +277,8 @@ class Training:
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` of ``windows`` in micro-batches. ``sequences`` is the number over all processes.
-
-        All processes have equally many micro-batches of the same size. To fill them, the first window is repeated;
-        the copies do not count in the loss.
-        """
+        """Yield the first ``count`` of ``windows`` in micro-batches, as many and as large as on all other processes.
+        To fill them, the first window is repeated; the copies do not count in the loss."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):

@@ -88,9 +88,6 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         )
 
 
-# Files of other runs
-
-
 def faults(run: RunFolder) -> Iterator[str]:
     """Yield a sentence about each file that is changed, missing, unreadable, or of another run."""
     yield from changed_files(run).values()
@@ -98,10 +95,8 @@ def faults(run: RunFolder) -> Iterator[str]:
 
 
 def changed_files(run: RunFolder) -> dict[str, str]:
-    """Return {file name: a sentence about its change} for files that are not as the run wrote them.
-
-    This includes missing steps in metrics.jsonl, and earlier changes that ``file_changed`` events report.
-    """
+    """Return {file name: a sentence about its change} for files that are not as the run wrote them, including missing
+    steps in metrics.jsonl, and earlier changes that ``file_changed`` events report."""
     finish = finish_of(run.read_events())
     when = "as the run wrote it" if finish is None else "as it was when the run finished"
     found = {file: f"{run.path / file} is not {when}: {why}" for file, why in changed_since(run, finish).items()}
@@ -116,11 +111,8 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any]) -> None:
 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each file of a run that does not fit a checkpoint with this ``state``.
-
-    Such a file belongs to another run, was changed after the checkpoint, or cannot be read. The message says how to
-    repair it.
-    """
+    """Yield an error message for each file that does not fit a checkpoint with this ``state``: it belongs to another
+    run, was changed after the checkpoint, or cannot be read."""
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
@@ -149,10 +141,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether a rewind differs between events.jsonl and the newest checkpoint.
-
-    Rewinds that only one of the two records are ignored.
-    """
+    """Return whether events.jsonl and the newest checkpoint disagree about a rewind that both record."""
     saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
         if event["event"] in RETURNS:
@@ -184,8 +173,7 @@ def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
 
 
 def newest_state(run: RunFolder) -> dict[str, Any]:
-    """Return the state of the callbacks in the newest checkpoint, or {}. Skip checkpoints that are damaged or that a
-    rewind has undone."""
+    """Return the callbacks' state in the newest checkpoint that is neither damaged nor undone by a rewind, or {}."""
     returns = [event for event in run.read_events() if event["event"] in RETURNS]
     state = newest_document(run, returns[-1] if returns else None).get("state")
     return state if isinstance(state, dict) else {}
@@ -228,16 +216,12 @@ def require_tokenizer(run: RunFolder, path: Path) -> None:
 
 
 def saved_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as it is saved in the state of a checkpoint."""
     return recipe.model_dump(mode="json", exclude={"why"}, exclude_none=True)
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between the recipe that was trained and recipe.toml.
-
-    recipe.toml may still have values from before the recipe's last change, if a process was killed before it wrote
-    the file. These are not differences. Return [] if the trained recipe is unknown.
-    """
+    """Return the differences between the trained recipe, if known, and recipe.toml. Values from before the recipe's
+    last change are no differences: a process may have been killed before it wrote the file."""
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
@@ -263,11 +247,8 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
-    """Raise InputError if the run was trained on other text: the run's fingerprint differs from ``fingerprint``.
-
-    The run's fingerprint is the one in events.jsonl, or else ``saved``, the one in the checkpoint. If both are
-    missing, any text is accepted.
-    """
+    """Raise InputError if the run was trained on other text. Its fingerprint is the one in events.jsonl, or else
+    ``saved``, the one in the checkpoint. If both are missing, any text is accepted."""
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
@@ -279,9 +260,6 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
             f"the run in {run.path} was trained on other text: the files of [data] source or the tokenizer have "
             f"changed since; use another --run{own}"
         )
-
-
-# Missing checkpoints
 
 
 _CURVES_BEGIN = 128  # bytes; a file of TensorBoard without a step has two records of about 40
@@ -317,10 +295,8 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def saved_checkpoints(run: RunFolder) -> list[int]:
-    """Return the token counts of the checkpoints that a run saved or loaded, in the order of events.jsonl.
-
-    Checkpoints that a rewind has undone are left out.
-    """
+    """Return the token counts of the checkpoints that a run saved or loaded, in the order of events.jsonl, without
+    those that a rewind has undone."""
     saved: list[int] = []
     for event in run.events():
         if event["event"] in RETURNS:
@@ -335,11 +311,8 @@ _SAVED_TOKENS = {"checkpoint": "tokens", "resume": "tokens", "rewind": "to_token
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why none of a run's checkpoints can be used, or None if the run has none.
-
-    ``damaged``: the paths that ``read_checkpoint`` returned as damaged. All other checkpoints are reported as
-    undone by a rewind. ``tokens``: consider only checkpoints at this token count.
-    """
+    """Return why none of a run's checkpoints (at ``tokens``, if given) can be used, or None if there are none. All
+    that ``read_checkpoint`` did not return as ``damaged`` are reported as undone by a rewind."""
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -351,11 +324,8 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: Sequence[int], found: int) -> str | None:
-    """Return the name of a run's last saved checkpoint if it is newer than the checkpoint that was found, else None.
-
-    ``saved``: the result of :func:`saved_checkpoints`. Call it before you look for a checkpoint: otherwise, a
-    checkpoint that the run saves in between counts as missing. ``found``: the tokens of the found checkpoint.
-    """
+    """Return the name of the last of :func:`saved_checkpoints` if it has more tokens than the checkpoint found. Call
+    that function before you look for a checkpoint: one that the run saves in between would count as missing."""
     return checkpoint_name(saved[-1]) if saved and saved[-1] > found else None
 
 
@@ -383,15 +353,11 @@ def _torchrun_mark() -> Path | None:
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
 
-# Changed lines
-
-
 def changed_since(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return {file or folder name: what has changed} for the files that a run wrote.
+    """Return {file or folder name: what has changed since the newest checkpoint and the ``finish`` event}.
 
-    The files are compared with the digests in the newest checkpoint and in ``finish`` (the run's ``finish`` event). A
-    file that cannot be read counts as changed. The checkpoints of a finished run count as changed if the last one is
-    missing and others exist.
+    A file that cannot be read counts as changed. So do the checkpoints of a finished run if the last one is missing
+    and others exist.
     """
     found: dict[str, str | None] = {}
     state, finish = newest_state(run), finish or {}
@@ -416,10 +382,8 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any] | None) -> dict[str,
 
 
 def _missing_steps(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yield (file name, "2 steps are missing, the first is step 5") if metrics.jsonl lacks steps before its last one.
-
-    Yield nothing if as many lines are damaged as steps are missing, because damaged lines have their own message.
-    """
+    """Yield (file name, "2 steps are missing, the first is step 5") if metrics.jsonl lacks more steps before its last
+    one than lines are damaged, which have their own message."""
     with suppress(InputError):  # changed_since reports a file that cannot be read
         read = run.read_metrics()
         steps = [line["step"] for line in read.documents]
@@ -433,9 +397,8 @@ def _missing_steps(run: RunFolder) -> Iterator[tuple[str, str]]:
 def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
     """Return (file name, what was changed) for the ``file_changed`` events of a run, the newest first.
 
-    :func:`changed_since` does not find these changes, because a resumed run computes new digests. A change of
-    metrics.jsonl found at 5 M tokens is left out after a rewind to 4 M: the rewind verifies the lines up to 4 M, and
-    the run writes new lines after them.
+    A resumed run computes new digests, so :func:`changed_since` does not find these changes. A later rewind to before
+    a change of metrics.jsonl cancels it: the rewind verifies the lines up to its target, and later lines are new.
     """
     found: list[tuple[int, str, str]] = []  # tokens at which a change was found, file, change
     for event in run.read_events():
@@ -446,9 +409,6 @@ def _changed_before(run: RunFolder) -> list[tuple[str, str]]:
             at = at if isinstance(at, int) else -1
             found.append((at, file, f"{why} (found at {format_quantity(at)} tokens)" if at >= 0 else why))
     return [(file, why) for _, file, why in reversed(found)]
-
-
-# Messages of events
 
 
 FAULTS = {
@@ -466,10 +426,7 @@ FAULTS = {
 
 
 def faults_in(event: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each fault that an event reports, such as a damaged checkpoint or a failed write.
-
-    If a rewind changes recipe values, yield a sentence about them, too.
-    """
+    """Yield a sentence for each fault that an event reports, and for what a rewind changes or skips."""
     if event in FAULTS:
         yield FAULTS[event].format(**{**values, "tokens": format_quantity(values["tokens"])})
     for name in values.get("damaged_checkpoints", ()):

@@ -60,7 +60,6 @@ class LoadedRun:
     # The biases with which the routers choose experts after the last step, (layers, experts), also if ``weights`` are
     # averages. None unless experts are balanced by biases.
     router_bias_LE: Tensor | None = None
-
     # Id of the token that ended documents in training; None if unknown, "first" if an older version chose the first
     # usual name in the tokenizer.
     trained_end: int | Literal["first"] | None = None
@@ -114,11 +113,8 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
 
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
-    """Return a run with the weights that :func:`load` would use. With ``averaged``, use their averages.
-
-    Raises:
-        InputError: as in :func:`load`, or if the checkpoint has no averaged weights.
-    """
+    """Return a run with the weights that :func:`load` would use. With ``averaged``, use their averages. Raise
+    InputError as :func:`load` does, or if the checkpoint has no averaged weights."""
     folder = RunFolder(storage.expanded(run))
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
@@ -232,12 +228,7 @@ def sample(
 
 def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: str | None = None) -> Architecture:
     """Write the model, the tokenizer and the model card of a run into a new folder: completely, or not at all. Return
-    the model's architecture.
-
-    Args:
-        folder: must be new or empty.
-        dtype: number format of the weights: fp32, bf16 or fp16.
-        licence: the licence of the training data, for the model card.
+    the model's architecture. ``dtype`` is fp32, bf16 or fp16. ``licence`` is that of the training data.
 
     Raises:
         InputError: if no Hugging Face architecture fits the model, the folder cannot be used, or a weight is not

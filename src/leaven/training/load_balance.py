@@ -15,11 +15,9 @@ BIASES = "router.bias"  # name of the biases in a checkpoint
 
 @dataclass
 class LoadBalance:
-    """Measures the load of each expert: its number of tokens in a step, over all processes.
-
-    If the router uses a bias for each expert, updates the biases: a bias rises by ``bias_step`` if its expert's load
-    is below the layer's mean, and falls by as much if it is above (Wang et al. 2024, arXiv 2408.15664).
-    """
+    """Measures the load of each expert: its number of tokens in a step, over all processes. If the router uses
+    biases, updates them: a bias rises by ``bias_step`` if its expert's load is below the layer's mean, and falls by
+    as much if it is above (Wang et al. 2024, arXiv 2408.15664)."""
 
     model: ShardedModel
     bias_step: float  # change of a bias in a step; 0 if the biases are not used
@@ -27,7 +25,6 @@ class LoadBalance:
 
     @classmethod
     def build(cls, shape: ModelShape, model: ShardedModel) -> "LoadBalance | None":
-        """Return the load balance of a run, or None if its model has no experts."""
         experts = shape.experts
         if experts is None:
             return None
@@ -39,13 +36,9 @@ class LoadBalance:
         return balance
 
     def measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Measure the loads in the last step. Return three values:
-
-        - the load of each expert, (layers, experts);
-        - the balance loss without its coefficient, summed over the predicted tokens and averaged over the layers
-          with experts;
-        - the largest ratio of an expert's load to the mean load of its layer.
-        """
+        """Return the load of each expert in the last step, (layers, experts); the balance loss without its
+        coefficient, summed over the predicted tokens and averaged over the layers with experts; and the largest ratio
+        of an expert's load to the mean load of its layer."""
         layers, experts = self.bias_LE.shape
         device = self.model.device
         tally = self.model.total_tally(torch.zeros(layers, experts + 1, dtype=wide(device), device=device))

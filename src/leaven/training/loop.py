@@ -25,7 +25,6 @@ class StepResult:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss is not finite."""
         return not math.isfinite(self.loss)
 
 
@@ -50,11 +49,8 @@ class Callback:
         """Called with the result of each step, such as a :class:`leaven.training.metrics.Step`."""
 
     def on_due(self) -> None:
-        """Called between two steps, when the trained tokens reach a multiple of :attr:`every_tokens`.
-
-        The loop has already passed all earlier steps to ``after_step``. It does not call ``on_due`` after the last
-        step, or after a rewind.
-        """
+        """Called between two steps, when the trained tokens reach a multiple of :attr:`every_tokens`, and all earlier
+        results have been passed to ``after_step``. Not called after the last step, or after a rewind."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""

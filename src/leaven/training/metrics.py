@@ -54,15 +54,12 @@ class Step(StepResult):
 
     @property
     def seconds(self) -> float:
-        """The number of seconds that the step took on its device."""
         return self.batch_tokens / self.tokens_per_second
 
     @property
     def diverged(self) -> bool:
-        """Whether the step was skipped because the loss or the gradient norm was not finite.
-
-        In fp16, the gradient norm counts only at loss scale 1, because a larger scale can itself cause the overflow.
-        """
+        """Whether the step was skipped because the loss or the gradient norm was not finite. In fp16, the norm counts
+        only at loss scale 1, because a larger scale can itself cause the overflow."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
@@ -84,7 +81,6 @@ class Telemetry:
         self._before: list[Tensor] = []
 
     def begin(self) -> None:
-        """Start timing a step."""
         self._began, self._started = time.perf_counter(), self._mark()
 
     def remember_parameters(self) -> None:
@@ -99,11 +95,9 @@ class Telemetry:
         lr_factor: float,
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
-        """Start copying the measurements of a step to the host. Return a function that waits for them.
-
-        ``measured`` has these eight values, None if not measured: loss, gradient norm, whether the update was
-        applied, loss scale, noise scale, z-loss, balance loss, highest load.
-        """
+        """Start copying the measurements of a step to the host. Return a function that waits for them. ``measured``:
+        loss, gradient norm, whether the update was applied, loss scale, noise scale, z-loss, balance loss and highest
+        load, None if not measured."""
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []
@@ -342,11 +336,9 @@ class TensorBoard:
 
 
 class Tracker:
-    """Writes scalars to W&B or trackio, which have the same interface. A resumed run continues its curves.
-
-    After a rewind or a kill, steps are trained again, but W&B ignores a step that is smaller than its last one. So in
-    W&B these steps get larger numbers, and the x axis is the number of tokens.
-    """
+    """Writes scalars to W&B or trackio, which have the same interface. A resumed run continues its curves. W&B
+    ignores a step that is smaller than its last one, so steps that are trained again get larger numbers there, and
+    the x axis is the number of tokens."""
 
     def __init__(self, module: Any, run: "RunFolder", recipe: Recipe) -> None:
         self._module, self._of_wandb = module, module.__name__ == "wandb"

@@ -56,8 +56,6 @@ running out of memory only raises an error. On a CPU and on mps, this may crash 
 
 @dataclass(frozen=True)
 class Timing:
-    """The measured speed of a micro-batch."""
-
     micro_batch: int  # sequences
     tokens_per_second: float
     peak_gib: float  # peak memory use
@@ -65,8 +63,6 @@ class Timing:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen micro-batch, with the reason for it."""
-
     micro_batch: int  # sequences
     why: str  # the reason, which is written into the recipe
     timings: tuple[Timing, ...] = ()  # from small to large micro-batches
@@ -95,11 +91,8 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch size, in sequences, that gives each data-parallel rank enough micro-batches.
-
-    Without a pipeline, a rank needs one micro-batch. With a pipeline, it needs ``pp``, even at the smallest batch of
-    a ramp. A run that measures the noise scale needs twice as many. The size is at least 1.
-    """
+    """Return the largest micro-batch, in sequences, that gives each data-parallel rank enough micro-batches: one, or
+    ``pp`` in a pipeline, and twice as many if the run measures the noise scale. It is at least 1."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp
@@ -109,11 +102,8 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return ``recipe``. If its micro-batch is "auto" and ``run`` has started, use the micro-batch of ``run``.
-
-    A different micro-batch would change the last bits of the loss. But if the micro-batch of ``run`` is too large for
-    the pipeline of ``recipe``, it is reduced.
-    """
+    """Return ``recipe`` with the micro-batch of ``run``, if it has started, in place of "auto": another one would
+    change the last bits of the loss. But if it is too large for the pipeline of ``recipe``, reduce it."""
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
@@ -208,10 +198,8 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Return the first micro-batch that fits into memory, or None if none fits.
-
-    These sizes are tried: the smaller of ``candidates[-1]`` and :func:`rule_of_thumb`, then half of it, and so on.
-    """
+    """Return the first micro-batch that fits into memory, or None: try the smaller of ``candidates[-1]`` and
+    :func:`rule_of_thumb`, then half of it, and so on."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while time_passes(training, size) is None:

@@ -20,10 +20,8 @@ applies the function to the whole matrices, and yields this process's block of e
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return approximately U V^T from the singular value decomposition U S V^T of ``matrix``.
-
-    ``matrix`` is (out, in) or (experts, out, in). Its dtype is used.
-    """
+    """Return approximately U V^T from the singular value decomposition U S V^T of ``matrix``, which is (out, in) or
+    (experts, out, in). Its dtype is used."""
     a, b, c = COEFFICIENTS
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -70,12 +68,10 @@ class MuonWithAdamW(torch.optim.AdamW):
         self.nesterov, self.ns_steps = nesterov, ns_steps
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying or pickling, including the attributes of this class."""
         added = ("dtype", "on_whole", "nesterov", "ns_steps")
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the state from a checkpoint, a pickle or a copy. AdamW's method gets only the groups without Muon."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]

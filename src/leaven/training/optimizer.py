@@ -70,10 +70,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``, because a batch ramp has changed the half-life of the moments.
-
-        ``factor`` is the new half-life divided by the old one, both in steps.
-        """
+        """Multiply Adam's step counts by ``factor``: the half-life of the moments, in steps, after a change of the
+        batch, divided by the one before."""
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor
@@ -122,11 +120,8 @@ class Clipper:
         return cls(clip.limit or torch.inf, model, parts, running, table.beta2)
 
     def unscale_and_clip(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
-        """Divide the gradients by ``scale`` and clip them. Return the global norm before clipping.
-
-        If a norm is above the limit, its gradients are multiplied by limit / (norm + 1e-6), as in torch. ``ramp`` has
-        the factors for the current batch of a batch ramp.
-        """
+        """Divide the gradients by ``scale`` and clip them: above the limit, multiply by limit / (norm + 1e-6), as in
+        torch. Return the global norm before clipping. ``ramp`` has the factors for the current batch of a ramp."""
         parameters = self.model.local_parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         assert len(gradients) == len(parameters)
@@ -155,11 +150,8 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the root of the exponential average of the squared gradient norms of earlier steps, a scalar.
-
-        The norms are those after clipping. The result is infinite before the first nonzero gradient. ``ramp`` has the
-        factors for the current batch of a batch ramp.
-        """
+        """Return the root of the exponential average of the squared, clipped gradient norms of earlier steps, a
+        scalar. It is infinite before the first nonzero gradient."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
@@ -217,12 +209,9 @@ measurement is too noisy, because its error is as large as its value."""
 
 @dataclass
 class NoiseScale:
-    """Measures the gradient noise scale tr(Sigma) / |G|^2 every ``every`` tokens
-    (:mod:`leaven.catalogue.noise_scale`).
-
-    A measurement estimates tr(Sigma) and |G|^2 from a step's gradient after the first micro-batch and after all
-    micro-batches. The noise scale is the ratio of their running averages.
-    """
+    """Measures the gradient noise scale tr(Sigma) / |G|^2 (:mod:`leaven.catalogue.noise_scale`). A measurement
+    estimates both from a step's gradient after the first micro-batch and after all micro-batches. The noise scale is
+    the ratio of their running averages."""
 
     every: int  # tokens between measurements
     model: ShardedModel
@@ -241,21 +230,14 @@ class NoiseScale:
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
-        """Add the measurement of a step. Return the noise scale in tokens, or nan if :meth:`add` cannot estimate it.
-
-        ``targets`` is the number of tokens that count in the loss. ``grad_norm`` is the norm of their mean gradient,
-        without the loss scale.
-        """
+        """Add the measurement of a step, and return the result of :meth:`add`. ``targets`` is the number of tokens
+        that count in the loss. ``grad_norm`` is the norm of their mean gradient, without the loss scale."""
         share = (1 if loss_scale is None else loss_scale) / targets
-        first = self.first_targets
-        return self.add(first, self.first_norm / (share * first), targets, grad_norm)
+        return self.add(self.first_targets, self.first_norm / (share * self.first_targets), targets, grad_norm)
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
-        """Add the gradient norms of one step to the running averages, and return the noise scale in tokens.
-
-        ``small_norm`` and ``big_norm`` are the norms of gradients averaged over ``small`` and over ``big`` tokens.
-        Return nan while the averages estimate the squared norm of the true gradient as 0 or less.
-        """
+        """Add the norms of a step's gradients, averaged over ``small`` and over ``big`` tokens. Return the noise
+        scale in tokens, or nan while the estimated squared norm of the true gradient is 0 or less."""
         small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
         noise = gradient_noise(widened(small), small_squared, big, big_squared)
         found = torch.stack((noise, squared_gradient(widened(small), small_squared, big, big_squared)))

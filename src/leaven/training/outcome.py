@@ -12,7 +12,6 @@ Curve = tuple[tuple[int, float], ...]
 
 
 def curve_of(points: Iterable[Sequence[float]]) -> Curve:
-    """Return (tokens, loss) points as a tuple of tuples."""
     return tuple((int(tokens), float(loss)) for tokens, loss in points)
 
 
@@ -23,8 +22,6 @@ def this_process() -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a trial: its loss, its cost and its loss curve."""
-
     loss: float  # validation loss, nats per token; not finite if the trial diverged, an estimate if pruned
     tokens: int = 0  # number of trained tokens; if several durations are trained, with the cooldown of each
     flops: float = 0.0  # model FLOPs of these tokens
@@ -45,7 +42,6 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss is not finite."""
         return not math.isfinite(self.loss)
 
 

@@ -54,11 +54,8 @@ ENOUGH = 10  # steps that a measurement needs to be added to the calibration his
 
 
 class RunProfile(Callback):
-    """Measures the step time and peak memory of a run, from a start to the next stop, for each batch size.
-
-    ``plan.json`` has a row for each batch size and setup (such as the layout). A new row replaces an old row with
-    the same batch size and setup, unless the old row has more steps.
-    """
+    """Measures the step time and peak memory of a run, from a start to the next stop, for each batch size. A row in
+    ``plan.json`` replaces an older one of the same batch size and setup, unless that has more steps."""
 
     def __init__(
         self,
@@ -86,10 +83,7 @@ class RunProfile(Callback):
 
     def write(self) -> list[CalibrationRecord]:
         """Write the measurements of this and earlier starts of the run to ``plan.json``. Ignore a failed write.
-
-        Return the records of this start, one for each batch size. Return [] if this process does not write the run's
-        files, or if the run has no identifier.
-        """
+        Return the records of this start, one for each batch size, or [] if this process writes no files."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         if self._before is None:
@@ -106,11 +100,8 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write plan.json. With ``keep_history``, add the last batch size's measurement to the calibration history.
-
-        A measurement of fewer than ``ENOUGH`` steps is not added. If the history cannot be written, report the event
-        ``history_lost``.
-        """
+        """Write plan.json. With ``keep_history``, add the last batch size's measurement to the calibration history,
+        if it has at least ``ENOUGH`` steps. If the history cannot be written, report the event ``history_lost``."""
         for record in self.write():
             add = self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH
             named = record.model_copy(update={"run": self._run.identity})
@@ -198,8 +189,6 @@ USUAL_SHARE = 0.5  # a step is first assumed to reach this share of the best mat
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measured time and memory of a training step."""
-
     record: CalibrationRecord  # time and memory at the recipe's depth
     layers: tuple[int, ...]  # the depths that were measured: that of the recipe, or two smaller ones
     matmul_tflops: float  # speed of the fastest matmul on this device in the recipe's dtype
@@ -268,10 +257,8 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Return the recipe changed to run short steps on one device, and the arrangement of these steps.
-
-    A step has two micro-batches, or only one if the batch is too small or two would take too long.
-    """
+    """Return the recipe changed to run short steps on one device, and their arrangement: two micro-batches, or only
+    one if the batch is too small or two would take too long."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)
@@ -294,8 +281,7 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step should fit into memory and take at most ``SHORT_SECONDS`` seconds. Models of one or two
-    layers may take longer."""
+    """Return whether a step should fit into memory and, above two layers, take at most ``SHORT_SECONDS`` seconds."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)

@@ -54,7 +54,6 @@ class Rewind:
 
     @property
     def skipped(self) -> int:
-        """The number of tokens that this rewind skips."""
         return self.skip_to - self.skip_from
 
     def document(self) -> dict[str, Any]:
@@ -74,11 +73,8 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return all rewinds of a run, in order.
-
-    The newest checkpoint and events.jsonl both list the rewinds; the longer list is returned. Raise InputError if the
-    event of a rewind is damaged.
-    """
+    """Return all rewinds of a run, in order: the longer of the lists in the newest checkpoint and in events.jsonl.
+    Raise InputError if the event of a rewind is damaged."""
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
@@ -95,11 +91,8 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
 
 
 def _skipping(rewinds: Sequence[Rewind]) -> list[Rewind]:
-    """Return the rewinds whose data are still skipped.
-
-    A manual rewind cancels the skips of earlier manual rewinds with the same or a later target. It does not cancel
-    those of the spike guard.
-    """
+    """Return the rewinds whose data are still skipped. A manual rewind cancels the skips of earlier manual rewinds
+    with the same or a later target, but not those of the spike guard."""
     left: list[Rewind] = []
     for rewind in rewinds:
         if (rewind.asked or {}).get(_TAKES_BACK):
@@ -148,20 +141,16 @@ def text_left_out(run: RunFolder) -> str | None:
     """Return a phrase that counts the tokens that manual rewinds of a run have skipped. Return None if no tokens were
     skipped, or if the list of rewinds is damaged."""
     with suppress(InputError):
-        manual = [
-            rewind for rewind in _skipping(rewinds_of(run)) if rewind.asked and rewind.skip_to > rewind.skip_from
-        ]
+        manual = [rewind for rewind in _skipping(rewinds_of(run)) if rewind.asked and rewind.skipped > 0]
         if manual:
-            count = sum(rewind.skip_to - rewind.skip_from for rewind in manual)
+            count = sum(rewind.skipped for rewind in manual)
             return f"{format_quantity(count)} tokens of its text after {format_quantity(manual[0].to_tokens)} tokens"
     return None
 
 
 def _values_used(events: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, Any]]]:
-    """Return {path in the recipe: [(tokens from which a value was used, value), ...]} for paths that rewinds changed.
-
-    Values used only in steps that a later rewind has undone are left out.
-    """
+    """Return {path in the recipe: [(tokens from which a value was used, value), ...]} for paths that rewinds changed,
+    without values used only in steps that a later rewind has undone."""
     found: dict[str, list[tuple[int, Any]]] = {}
     for event in events:
         if event["event"] not in RETURNS:
@@ -194,10 +183,8 @@ def changed_values(run: RunFolder) -> list[str]:
 
 
 def _with_reasons(recipe: Recipe, why: Mapping[str, str], used: Mapping[str, list[tuple[int, Any]]]) -> Recipe:
-    """Return ``recipe`` with the run's reasons ``why``, and a reason for each value that changed during the run.
-
-    ``used`` is the result of :func:`_values_used`. Reasons of changes that later rewinds have undone are left out.
-    """
+    """Return ``recipe`` with the run's reasons ``why``, and a reason for each value that changed during the run, by
+    ``used`` (:func:`_values_used`). Reasons of changes that later rewinds have undone are left out."""
     kept = {path: reason for path, reason in {**why, **recipe.why}.items() if BY_REWIND not in reason}
     changed = {
         path: f"since {values[-1][0]:,} tokens, {BY_REWIND}; before: {brief(values[-2][1])}"
@@ -219,10 +206,8 @@ class ManualRewind:
             raise InputError(f"{self}: give whole numbers of tokens, not below 0")
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this rewind equals the run's last manual rewind, and so has already been done.
-
-        Return False if ``recipe`` and the run's recipe differ in more than the layout and the micro-batch.
-        """
+        """Return whether this rewind equals the run's last manual rewind, and ``recipe`` differs from the run's
+        recipe at most in layout and micro-batch."""
         asked = [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         same = bool(asked) and asked[-1].items() >= asdict(self).items()
         return same and not changes_of(run.recipe(), recipe)
@@ -244,10 +229,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record this rewind in the run folder, and store ``recipe`` there if it differs from the run's recipe.
-
-        Do nothing if :meth:`done` returns True.
-        """
+        """Record this rewind in the run folder, and store ``recipe`` there if it differs, unless this is done."""
         with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):
                 return
@@ -282,9 +264,8 @@ class ManualRewind:
         found, damaged = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
         if found is None:
             counts = ", ".join(str(tokens_of(path)) for path in checkpoints(run.checkpoints))
-            there = f"there are checkpoints at {counts} tokens"
-            if not counts:
-                there = "there are no checkpoints, so leave out --rewind-to"
+            none = "there are no checkpoints, so leave out --rewind-to"
+            there = f"there are checkpoints at {counts} tokens" if counts else none
             asked = self.rewind_to
             raise InputError(f"--rewind-to {asked}: no undamaged checkpoint at or before {asked} tokens; {there}")
         require_own_files(run, found.state)

@@ -35,14 +35,9 @@ DAMAGED_EVENTS = "restore the file from a copy, or start again with another --ru
 # The values that events must have, because a resumed run reads them.
 _NUMBER = int, float
 _OF_RETURN: dict[str, tuple[type, ...]] = {
-    "tokens": (int,),
-    "to_tokens": (int,),
-    "skip_from": (int,),
-    "skip_to": (int,),
+    **dict.fromkeys(("tokens", "to_tokens", "skip_from", "skip_to"), (int,)),
     "lr": _NUMBER,
-    "lr_tokens": (int,),
-    "attempt": (int,),
-    "found_step": (int,),
+    **dict.fromkeys(("lr_tokens", "attempt", "found_step"), (int,)),
     "earlier_rewinds": (list,),
 }
 _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -51,7 +46,6 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "stop": {"why": (str,)},
     "finish": {"step": (int,), "tokens": (int,), "seconds": _NUMBER, "loss": _NUMBER},
 }
-# Values of any event that may be missing or null.
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
@@ -64,11 +58,8 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 
 
 class LockedFolder:
-    """A context manager that locks a folder for this process, and creates the folder if it is missing.
-
-    ``kind`` is what messages call the folder, such as "run folder". Raise InputError if another process has locked
-    the folder.
-    """
+    """A context manager that locks a folder, and creates it if it is missing. Raise InputError if another process has
+    locked it. ``kind`` is what messages call the folder, such as "run folder"."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path, self._kind, self._held = path, kind, ExitStack()
@@ -161,12 +152,9 @@ class RunFolder:
         self._claimed: int | None = None  # st_dev of the folder of checkpoints; None until it is claimed
 
     def recipe(self) -> Recipe:
-        """Return the recipe with which the run trains now.
-
-        A manual rewind, or a new layout or micro-batch, records a changed recipe in events.jsonl. Return the last
-        recorded recipe, or recipe.toml if there is none. The paths of the text and the tokenizer are always those in
-        recipe.toml, if it exists.
-        """
+        """Return the recipe with which the run trains now: the last one that a manual rewind, a new layout or a new
+        micro-batch recorded in events.jsonl, or else recipe.toml. Paths of text and tokenizer are always those in
+        recipe.toml, if it exists."""
         change = self.last_change()
         if change is None:
             return read_recipe(self.recipe_file)
@@ -177,10 +165,8 @@ class RunFolder:
         return change[0].model_copy(update={"data": data})
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
-        """Return (recipe, {path: value before}) of the last change to the recipe, as recorded in events.jsonl.
-
-        Return None if there is no change, or if events are lost. Raise InputError if the recorded recipe is damaged.
-        """
+        """Return (recipe, {path: value before}) of the last change that events.jsonl records, or None if there is
+        none or events are lost. Raise InputError if the recorded recipe is damaged."""
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
         if not changes or self.rewinds_ahead(events) > 0:
@@ -192,11 +178,8 @@ class RunFolder:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many more rewinds the newest undamaged checkpoint has recorded than ``events``.
-
-        A result above 0 means that events are lost. A negative result means that the checkpoint is older than the
-        last rewind, or that all checkpoints are damaged or missing.
-        """
+        """Return how many more rewinds the newest undamaged checkpoint has recorded than ``events``. Above 0, events
+        are lost. Below 0, the checkpoint is older than the last rewind, or there is none."""
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)
             return len(newest_document(self)["rewinds"]) - max(known, default=0)
@@ -245,20 +228,16 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
-        """Raise InputError if ``checkpoints`` is a link to a folder that another run or study uses.
-
-        For example, ``cp -r`` of a run whose ``checkpoints`` is a link copies only the link. The file ``OWNER`` in
-        the folder has the path of the run or study that uses it. With ``rewinds``, also raise InputError for a link
-        to checkpoints without this file, because a rewind deletes checkpoints.
-        """
+        """Raise InputError if ``checkpoints`` is a link to a folder that another run or study uses, as after ``cp
+        -r`` of a run with such a link. With ``rewinds``, also raise InputError for a link to checkpoints without the
+        file ``OWNER``, because a rewind deletes checkpoints."""
         owner = self._owner()
         unknown = owner is None and rewinds and bool(checkpoints(self.checkpoints))
         if not self.checkpoints.is_symlink() or not (owner or unknown) or owner == str(self.path.resolve()):
             return
         folder, link = shlex.quote(str(self.checkpoints.resolve())), shlex.quote(str(self.checkpoints))
-        whose = f"checkpoints without {OWNER}, the file that names their run"
-        if owner:
-            whose = f"the checkpoints of {owner}"
+        unnamed = f"checkpoints without {OWNER}, the file that names their run"
+        whose = f"the checkpoints of {owner}" if owner else unnamed
         unused = f"if no other run or study uses these checkpoints, type: echo > {folder}/{OWNER}"
         if owner and not os.path.exists(owner):
             raise InputError(f"{self.checkpoints} is a link to {whose}, which may have been moved; {unused}")
@@ -277,10 +256,7 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Raise InputError if this process holds the folder's lock, and the folder was deleted or moved meanwhile.
-
-        Before it raises, it sets ``writes`` to False, so that nothing more is written.
-        """
+        """Set ``writes`` to False and raise InputError if the folder that this process locked is gone or moved."""
         try:
             if self._locked is not None:
                 self._locked.require()
@@ -303,10 +279,8 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines.
-
-        A line whose step is larger than the next line's is left out, because this step may be damaged.
-        """
+        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines. A line whose step is larger
+        than the next line's is left out, because this step may be damaged."""
         read = _read(self.metrics_file)
         lines = [line for line in read.documents if isinstance(line.get("step"), int)]
         by_step = {
@@ -352,7 +326,6 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether the run has a checkpoint or has finished."""
         return bool(checkpoints(self.checkpoints)) or self.finish() is not None
 
     def finish(self) -> dict[str, Any] | None:
@@ -384,10 +357,8 @@ def _content(path: Path) -> bytes:
 
 
 def newest_document(run: RunFolder, last_return: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the content of the newest undamaged state.json among the checkpoints, or {}.
-
-    ``last_return`` is the event of the last rewind. If it is given, checkpoints that a rewind undid are left out.
-    """
+    """Return the content of the newest undamaged state.json among the checkpoints, or {}. With ``last_return``, the
+    event of the last rewind, leave out checkpoints that a rewind undid."""
     for path in reversed(checkpoints(run.checkpoints)):
         with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
             state = read_state(path)

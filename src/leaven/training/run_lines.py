@@ -25,8 +25,8 @@ EVENTS = "events"  # key of the digest of events.jsonl there
 class LinesDigest:
     """The number and the digest of the lines of metrics.jsonl or events.jsonl."""
 
-    lines: int  # number of lines
-    blake2b: str  # digest of the lines
+    lines: int
+    blake2b: str
 
 
 class RunLines:
@@ -93,11 +93,8 @@ class RunLines:
             )
 
     def truncate_metrics(self, step: int, written: LinesDigest | None) -> str | None:
-        """Remove from metrics.jsonl the lines after ``step`` and an incomplete last line.
-
-        ``written`` is the checkpoint's digest of the lines up to ``step``, or None without a checkpoint. Return
-        how the lines differ from the digest (see :func:`changed_lines`), or None if they do not.
-        """
+        """Remove from metrics.jsonl the lines after ``step`` and an incomplete last line. Return the difference
+        (:func:`changed_lines`) from ``written``, the checkpoint's digest of the lines up to ``step``."""
         waiting = [line for path, line in self._waiting if path == self._run.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
         if not self._run.writes:
@@ -124,8 +121,6 @@ class RunLines:
 
 
 class _Lines:
-    """The number and the digest of the lines that a file should have."""
-
     def __init__(self, lines: Sequence[bytes]) -> None:
         self.count, self.digest = len(lines), blake2b(b"".join(lines), digest_size=16)
 
@@ -146,10 +141,8 @@ def lines_digest(document: Any) -> LinesDigest | None:
 
 
 def changed_lines(lines: Sequence[bytes], written: LinesDigest | None, *, complete: bool = False) -> str | None:
-    """Return how ``lines`` differ from the lines with the digest ``written``, or None if they do not differ.
-
-    Additional lines at the end count as a difference only if ``complete``. If ``written`` is None, return None.
-    """
+    """Return how ``lines`` differ from those with the digest ``written``, if known. Additional lines at the end count
+    as a difference only if ``complete``."""
     if written is None:
         return None
     compared = lines if complete else lines[: written.lines]

@@ -50,15 +50,11 @@ class EventFile:
 
 
 def read_event_file(file: Path, tag: str) -> EventFile:
-    """Return all tags of a TensorBoard event file, and the values of ``tag``.
-
-    If a tensor is not a scalar, its value is a text with its shape.
+    """Return all tags of a TensorBoard event file, and the values of ``tag``. If a tensor is not a scalar, its value
+    is a text with its shape.
 
     A file of ``add_hparams`` begins with a description of an experiment. The description names all results in the
     file, and each result is there once. ``left_out`` is true for such a file if ``tag`` does not begin with hparam/.
-
-    Raises:
-        LogDamaged: if a record is damaged.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
@@ -109,12 +105,6 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
 
     A record has four parts: length (8 bytes), checksum of the length (4), content, checksum of the content (4). A
     crash can fill the end of the file with zeros. A record that ends in such zeros is incomplete, not damaged.
-
-    Args:
-        cut: called with a message if the last record is incomplete.
-
-    Raises:
-        LogDamaged: if a checksum is wrong for another reason.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
@@ -164,10 +154,7 @@ def _scalar(value: "Summary.Value") -> Any:
 def wandb_rows(
     file: Path, cut: Callable[[str], object] = lambda message: None
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each history row in the file of an offline W&B run.
-
-    ``cut`` is called with a message if the file ends within a record. Raise LogDamaged if a record is damaged.
-    """
+    """Yield (step, values by name) for each history row in the file of an offline W&B run."""
     from google.protobuf.message import DecodeError
 
     for at, record in log_records(storage.read(file), str(file), cut):
@@ -185,10 +172,8 @@ def wandb_rows(
 
 @cache
 def _wandb_record() -> Any:
-    """Return the protobuf class of a W&B record, with only the fields that leaven reads.
-
-    Source: https://github.com/wandb/wandb/blob/main/wandb/proto/wandb_internal.proto.
-    """
+    """Return the protobuf class of a W&B record, with only the fields that leaven reads. Source:
+    https://github.com/wandb/wandb/blob/main/wandb/proto/wandb_internal.proto."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     text = """
@@ -213,14 +198,7 @@ def log_records(
     """Yield (position of the first byte, content) for each record of a log in LevelDB's format, which W&B uses.
 
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. In W&B, the file begins with a header of 7
-    bytes, and the checksums are plain CRC-32.
-
-    Args:
-        name: the name of the log in messages.
-        cut: called with a message if the log ends within a record.
-
-    Raises:
-        LogDamaged: if a checksum is wrong.
+    bytes, and the checksums are plain CRC-32. ``name`` is the name of the log in messages.
     """
     at, first, parts = _HEADER, _HEADER, list[bytes]()
     while at < len(log):

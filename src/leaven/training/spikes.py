@@ -59,8 +59,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """An anomaly in a run, with the steps of its start and its detection."""
-
     onset: int  # the first suspicious step
     step: int  # the step at which it was detected
     why: str  # what was found, in words
@@ -82,16 +80,12 @@ class QuantityMonitor:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """Return the median of ``values`` and their robust standard deviation (from ``distances``, but at least
-        ``floor``)."""
+        """Return the median of ``values`` and their robust standard deviation (at least ``floor``)."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Add the value of a step. Return (level, deviations).
-
-        The level is the usual value before this step. The deviations say by how many standard deviations ``value`` is
-        above the level. They are 0 until enough steps are known.
-        """
+        """Add the value of a step. Return (usual level before this step, number of standard deviations of ``value``
+        above it, which is 0 until enough steps are known)."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -109,9 +103,8 @@ class QuantityMonitor:
 class SpikeDetector:
     """Detects anomalies of the training metrics. Pass the metrics of every step to :meth:`observe`, in order.
 
-    ``skipping`` is true with ``on_spike = "skip"``. The trainer then skips the update of each step whose loss or
-    gradient norm is above :meth:`limits`. With ``skipping``, there are only two anomalies: :data:`PATIENCE` skipped
-    steps in a row, and an update norm that is not finite.
+    With ``skipping`` (``on_spike = "skip"``), the trainer skips the update of each step above :meth:`limits`. Then
+    there are only two anomalies: :data:`PATIENCE` skipped steps in a row, and an update norm that is not finite.
     """
 
     def __init__(self, skipping: bool = False) -> None:
@@ -179,10 +172,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits of the loss and the gradient norm for ``step``, from the metrics up to ``step - 2``.
-
-        They are infinite at the start of a run, and with :attr:`skipping` False.
-        """
+        """Return the limits of the loss and the gradient norm for ``step``, from the metrics up to ``step - 2``. They
+        are infinite at the start of a run, and with :attr:`skipping` False."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,7 +205,6 @@ def rollback(
     after them. No attempt returns further than ``oldest_tokens``, the token count of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
-    # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
     again = last is not None and last.attempt > 0 and anomaly.onset <= last.found_step + WINDOW
     attempt = last.attempt + 1 if last is not None and again else 1
     steps, wider = anomaly.step - anomaly.onset + 1, 4 ** (attempt - 1)
@@ -235,18 +225,12 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Return the token count of the oldest checkpoint that exists when ``anomaly`` is found.
-
-    The result follows from the schedule of checkpoints and the earlier ``rewinds``. The disk is not read, because it
-    may have damaged checkpoints, and checkpoints outside the schedule.
-    """
+    """Return the token count of the oldest scheduled checkpoint that exists when ``anomaly`` is found. The disk is
+    not read, because it may have damaged checkpoints, and checkpoints outside the schedule."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the token counts of the checkpoints that exist when ``step`` reveals an anomaly.
-
-        ``there`` has the token counts of the checkpoints that the previous rewind kept. ``good_tokens`` is the token
-        count before the anomaly began.
-        """
+        """Return the token counts of the checkpoints that exist when ``step`` reveals an anomaly, which began after
+        ``good_tokens``. ``there`` has those that the previous rewind kept."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -307,8 +291,7 @@ class SpikeGuard(Callback):
         values |= {"why": anomaly.why, "onset": anomaly.onset, "numbers": anomaly.numbers}
         if stability.on_spike != "rollback":
             trainer.fail(values)
-        every = trainer.checkpoints.every_tokens
-        oldest = oldest_checkpoint(rewinds, anomaly, recipe.batches, stability, every)
+        oldest = oldest_checkpoint(rewinds, anomaly, recipe.batches, stability, trainer.checkpoints.every_tokens)
         rewind = rollback(rewinds, anomaly, recipe.batches, stability, oldest)
         if rewind.attempt > stability.max_rollbacks:
             trainer.fail(values | {"why": f"{anomaly.why}; {stability.max_rollbacks} rollbacks did not help"})

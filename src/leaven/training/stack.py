@@ -93,11 +93,8 @@ def train_stack(
 
     Args:
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume, pass the same recipes in the
-            same order, and the same size.
-        inputs: the required fingerprint of the training text (``fingerprint_of``). None: any.
-
-    Raises:
-        InputError: if the text has another fingerprint, or the checkpoint was not written by these trials.
+            same order, and the same size. Raise InputError if it was not written by these trials.
+        inputs: the required fingerprint of the training text (``fingerprint_of``); another raises InputError.
     """
     first = recipes[0]
     tokens = same_tokens(first, inputs)
@@ -226,7 +223,6 @@ class TrialStack:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
         return self.progress.step == len(self.schedule)
 
     def losses_from(self, step: int) -> list[list[float]]:
@@ -314,8 +310,7 @@ class TrialStack:
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, factor: Tensor) -> None:
-        """Clip each recipe's gradient and take a step of AdamW, for K recipes with P parameters each.
-        ``gradient`` is (K, P), and ``factor`` (K,) multiplies the lr."""
+        """Clip each recipe's gradient (K, P), and take a step of AdamW with ``factor`` (K,) times the lr."""
         norm = gradient.square().sum(1).sqrt()
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
         count = (self.step + 1).double()
@@ -374,10 +369,8 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each trial, in nats per token, over ``recipe.evaluation.tokens`` tokens.
-
-        To reuse the compiled code, batches have the size of training batches, and the parameters require gradients.
-        """
+        """Return the validation loss of each trial, in nats per token. To reuse the compiled code, batches have the
+        size of training batches, and the parameters require gradients."""
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

@@ -177,8 +177,7 @@ def train(
 
 
 def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
-    """Raise InputError if ``tokens`` were prepared with other data settings than the recipe's, such as the tokenizer,
-    or do not fit the recipe's vocabulary size."""
+    """Raise InputError if ``tokens`` were prepared from another [data] or for another vocabulary size."""
     if tokens.data is None:
         return
     of_recipe, of_tokens = (
@@ -204,12 +203,8 @@ def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
 def _warnings_of_faults(
     folder: Path, tokens: "TokenSet", recipe: Recipe, caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Issue a Python warning for each note about the tokens, and about the recipe's start weights.
-
-    Return a callback that warns of the faults in an event (:func:`faults_in`). These warnings begin with the run's
-    ``folder``. Only rank 0 warns. A warning points to the line that ``caller`` was executing when this function was
-    called. Equal warnings are shown once.
-    """
+    """Warn of the notes about the tokens and the start weights. Return a callback that warns of the faults in an
+    event. Only rank 0 warns. Warnings point to the line that ``caller`` executes now; equal ones are shown once."""
     where, registry = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
 
     def warn(message: str) -> None:
@@ -432,12 +427,8 @@ class RunTrainer:
         mark_begun(self.run)
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or ``stop()`` returns True, and return the result of the run.
-
-        Raises:
-            InputError: if the text or a checkpoint cannot be read, or the end of the run cannot be saved.
-            Diverged: if the run diverges.
-        """
+        """Train until the run is done or ``stop()`` returns True, and return the result. Raise Diverged if the run
+        diverges, and InputError if text or checkpoints cannot be read or the end of the run cannot be saved."""
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -548,11 +539,8 @@ class RunTrainer:
             self._on_event(event, self._at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that no rewind has undone, or None.
-
-        Also set :attr:`damaged` to the paths of newer, damaged checkpoints. Raise InputError if the checkpoint does
-        not belong to the files of the run.
-        """
+        """Return the newest usable checkpoint, or None, and set :attr:`damaged` to the newer, damaged ones. Raise
+        InputError if the checkpoint does not belong to the files of the run."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)
@@ -565,10 +553,8 @@ class RunTrainer:
         )
 
     def _unusable(self) -> InputError:
-        why = (
-            unusable_checkpoints(self.run, self.damaged)
-            or "its checkpoints are gone; bring them back (is their disk mounted?)"
-        )
+        gone = "its checkpoints are gone; bring them back (is their disk mounted?)"
+        why = unusable_checkpoints(self.run, self.damaged) or gone
         return InputError(f"{self.run.checkpoints}: {why}, or start again with another --run")
 
     def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
@@ -596,10 +582,8 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder for training: rewind the run if asked, lock the folder and prepare its files.
-
-    Only the first process does this. If it fails, all processes raise :class:`Settled` with the same message.
-    """
+    """Rewind the run if asked, lock its folder and prepare its files, all in the first process. If this fails, all
+    processes raise :class:`Settled` with the same message."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -634,11 +618,8 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return (run folder, recipe, rewind) for training ``recipe`` in ``folder``.
-
-    If the run has started, the returned recipe has the run's micro-batch in place of "auto". The returned rewind is
-    None if the run has done ``rewind`` already. Raise InputError if the recipe cannot be trained in the folder.
-    """
+    """Return the run folder, the recipe with the run's micro-batch in place of "auto", and the rewind, or None if the
+    run has done it already. Raise InputError if the recipe cannot be trained in the folder."""
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
     if rewind is not None and not rewind.done(run, recipe):
@@ -649,7 +630,6 @@ def check(
 
 
 def _report_changed_files(run: RunFolder, tokens: int, on_event: Callable[[str, dict[str, Any]], None]) -> None:
-    """Pass an event to ``on_event`` for each file of a finished run that is not as the run wrote it."""
     changed = changed_since(run, run.finish())
     if not checkpoints(run.checkpoints):
         changed[run.checkpoints.name] = "no checkpoint is there"
@@ -660,7 +640,6 @@ def _report_changed_files(run: RunFolder, tokens: int, on_event: Callable[[str, 
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run with all its starts. ``unsaved`` says why the last state could not be saved."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if _positive(event.get("peak_tflops"))]
     metrics = run.metrics()

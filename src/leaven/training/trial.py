@@ -106,11 +106,8 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe's text.
-
-    ``inputs`` is the fingerprint of the text and the [start] weights when the command began. If it is given, raise
-    InputError if these have changed since.
-    """
+    """Return the tokens of a recipe's text. Raise InputError if ``inputs``, the fingerprint of the text and the
+    [start] weights when the command began, is given and no longer theirs."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
@@ -219,10 +216,8 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """A callback that saves a trial every ``every_seconds`` seconds in ``folder`` (see :func:`checkpoint_folder`).
-
-    If a save fails, it warns, and training continues.
-    """
+    """Saves a trial every ``every_seconds`` seconds in ``folder`` (see :func:`checkpoint_folder`). If this fails, it
+    warns, and training continues."""
 
     def __init__(
         self,
@@ -237,11 +232,8 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from this trial's checkpoint, if there is one.
-
-        Ignore checkpoints that are damaged, have other parameters or belong to another trial, with a warning.
-        Raise InputError if this trial's checkpoint cannot be restored.
-        """
+        """Continue from this trial's checkpoint, if there is one. Raise InputError if it cannot be restored. Ignore
+        others with a warning: damaged, of another trial, or with other parameters."""
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
         if found is not None and found.state.get(TRIAL) != self._folder.name:

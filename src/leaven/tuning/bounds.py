@@ -91,9 +91,9 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     """Return (limit, reason): how far the value at a path may move from the recipe's value, and why no further.
 
-    ``side`` is 0 for the lower end of the search range, where the limit is 0 or negative, and 1 for the upper end.
-    The limit is a distance as in ``point.distance``. The reason is a text for the user. It is empty if the limit is
-    natural: no value exists beyond it, such as a dropout below 0.
+    ``side`` is 0 for the lower end of the search range, where the limit is at most 0, and 1 for the upper end. The
+    limit is a distance as in ``point.distance``. The reason is empty if no value exists beyond the limit, such as a
+    dropout below 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens

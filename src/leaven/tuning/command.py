@@ -94,10 +94,7 @@ def _expression(pattern: str) -> str:
 
 
 class LossSource(Part):
-    """Where a command reports its losses. The last reported loss is the loss of the trial.
-
-    The loss of a diverged trial is infinite.
-    """
+    """Where a command reports its losses. A trial's loss is the last one, or infinite if the trial diverged."""
 
     pattern: str | None = None  # a regular expression with {loss} for the number and {step} for the step
     file: Text | None = None  # the text file that the pattern reads; by default the output of the command
@@ -111,9 +108,9 @@ class LossSource(Part):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         given = [name for name in SOURCES if getattr(self, name) is not None]
-        if len(given) != 1:
-            if not given:
-                raise ValueError(f"no source is given; give one of {', '.join(SOURCES)}")
+        if not given:
+            raise ValueError(f"no source is given; give one of {', '.join(SOURCES)}")
+        if len(given) > 1:
             raise ValueError(f"several sources of a loss: {', '.join(given)}; keep one")
         if self.pattern is not None:
             if "{loss}" not in self.pattern:
@@ -134,12 +131,8 @@ class LossSource(Part):
 
     @property
     def expression(self) -> str:
-        """The ``pattern`` as a regular expression: {loss} and {step} become named groups.
-
-        Trainers pad numbers with spaces, so extra spaces around a placeholder match: "loss: {loss} at" also matches
-        "loss:   2.5  at". Between a word and {loss}, no space matches: "val{loss}" does not match the 5 of
-        "val 5 of 10".
-        """
+        """The ``pattern`` as a regular expression: {loss} and {step} become named groups. Trainers pad numbers with
+        spaces, so extra spaces around a placeholder match, but "val{loss}" does not match the 5 of "val 5 of 10"."""
         found = self.pattern or ""
         for name, padding, text in (("loss", r"(?:(?<!\w)[ ]{1,99}+)?+", LOSS_TEXT), ("step", "[ ]{0,99}+", _STEP)):
             found = re.sub(rf"(\{{{name}\}}) (?![*+?{{])", r"\1[ ]{0,99} ", found, count=1)
@@ -180,14 +173,12 @@ class Command(Part):
         if self.resume and self.prune and self.loss.progress == "losses":
             raise ValueError(
                 "with resume = true, a retry may report losses of the first attempt again, so pruning needs "
-                "the steps; "
-                "add {step} to loss.pattern (or loss.step to loss.jsonl), or write prune = false"
+                "the steps; add {step} to loss.pattern (or loss.step to loss.jsonl), or write prune = false"
             )
         return self
 
     @cached_property
     def template(self) -> str:
-        """The content of the file at the path ``config``, or "" if ``config`` is None."""
         return "" if self.config is None else read_text(self.config)
 
     @property
@@ -197,8 +188,7 @@ class Command(Part):
 
     @property
     def _required(self) -> set[str]:
-        """The names of the placeholders that must have a value: those in the command, the environment and the loss
-        source."""
+        """The names of the placeholders that must have a value."""
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property
@@ -209,13 +199,9 @@ class Command(Part):
         return shared | ({} if self.config is None else {"config": text})
 
     def check(self, space: SearchSpace) -> None:
-        """Raise InputError if the command and the search space do not fit together:
-
-        - The command has a placeholder without a value.
-        - A searched value has no placeholder. In the study of a recipe, ``{recipe}`` stands for all values.
-        - ``config`` is given without the placeholder ``{config}``, or the other way round.
-        - All trials would read their losses from the same path.
-        """
+        """Raise InputError if a placeholder has no value, if a searched value has no placeholder (``{recipe}`` stands
+        for all values of a recipe), if only one of ``config`` and ``{config}`` is given, or if all trials would read
+        their losses from the same path."""
         known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
         of_recipe = RECIPE in self.used and space.kind == "recipe"
         names = {*known, *OF_TRIAL, *([RECIPE] if of_recipe else [])}
@@ -243,11 +229,8 @@ class Command(Part):
                 )
 
     def filled(self, values: Mapping[str, Value]) -> str:
-        """Return the command with each placeholder replaced by its value, quoted for the shell if necessary.
-
-        Raise InputError if a value needs quotes, and its placeholder is already inside quotes, a comment or a
-        substitution of the shell.
-        """
+        """Return the command with its placeholders filled in, quoted for the shell if necessary. Raise InputError if
+        a value needs quotes, but its placeholder is inside quotes, a comment or a substitution of the shell."""
         quoted = {name: shlex.quote(text_of(value)) for name, value in values.items()}
         for name in sorted(_in_quotes(self.command)):
             if name in values and quoted[name] != (text := text_of(values[name])):
@@ -258,10 +241,8 @@ class Command(Part):
         return fill(self.command, quoted)
 
     def line(self, values: Mapping[str, Value]) -> str:
-        """Return a shell command line that makes the folder ``{out}``, sets ``environment`` and runs the command.
-
-        Secrets, such as WANDB_API_KEY, are not in the line. The shell that runs it must have them.
-        """
+        """Return a shell command line that makes the folder ``{out}``, sets ``environment`` and runs the command. It
+        reads secrets, such as WANDB_API_KEY, from the shell that runs it."""
         line = self.filled(values)
         if self.environment:
             environment = [
@@ -312,10 +293,8 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the field ``start``, rounded and clipped to ``low`` and ``high``.
-
-        ``octaves`` is this distance, in ``unit``. If there are ``choices``, it is the index of the choice to return.
-        """
+        """Return the value at the distance ``octaves``, in ``unit``, from ``start``, rounded and clipped to ``low``
+        and ``high``. If there are ``choices``, ``octaves`` is the index of the choice to return."""
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range
@@ -377,14 +356,12 @@ class CommandFile(Command):
     why: dict[str, str] = {}  # for each value by name: why the search starts at it
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the searched values by name. ``octaves`` has the distance of each value from its start value."""
+        """Return the searched values by name. ``octaves`` has their distances from the start values."""
         return {name: self.space[name].moved(x) for name, x in octaves.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpace(SearchSpace):
-    """The search space of a command file."""
-
     file: CommandFile
     text: str  # the content of the file, with its comments
 
@@ -474,10 +451,7 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return {path: content} of the files ``{config}`` and ``{recipe}``, if the command uses them.
-
-    ``values`` has the values of all placeholders at ``point``, from :func:`values_of`.
-    """
+    """Return {path: content} of the files ``{config}`` and ``{recipe}``, if used. ``values``: :func:`values_of`."""
     found = dict[Path, str]()
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)
@@ -491,12 +465,9 @@ def _names(*texts: str) -> set[str]:
 
 
 def _in_quotes(command: str) -> set[str]:
-    """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash.
-
-    Put each placeholder between spaces, split the command with ``shlex.split``, and return the placeholders that
-    are not separate words. Return all placeholders if the command has nested syntax, such as a backquote, or cannot
-    be split.
-    """
+    """Return the names of placeholders (``{lr}``) that may be in quotes, in a comment or after a backslash, because
+    ``shlex.split`` does not see them as separate words. Return all placeholders if the command has nested syntax,
+    such as a backquote, or cannot be split."""
     if _NESTED.search(command):
         return _names(command)
     names = list[str]()

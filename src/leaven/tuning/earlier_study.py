@@ -57,11 +57,9 @@ EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an 
 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
-    """Return the completed trials of the study in ``folder`` as points of ``space``, and the study's noise.
-
-    The noise is None if too few trials measured it. InputError is raised if the study is damaged, has too few trials
-    (``LEAST``), or cannot be compared with ``space``.
-    """
+    """Return the completed trials of the study in ``folder`` as points of ``space``, and the study's noise, or None
+    if too few trials measured it. Raise InputError if the study is damaged, has fewer than ``LEAST`` trials, or
+    cannot be compared with ``space``."""
     what = f"--from-study {folder}"
     document = _read(folder, what)
     if isinstance(space, Space):
@@ -97,45 +95,36 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
-    """Return warnings about differences between the new search and the study in ``folder``.
-
-    For recipes, settings that change what a loss or a value means are compared. For commands, the names of the
-    searched values and the source of the losses are compared.
-    """
-    what = f"--from-study {folder}"
+    """Return warnings about differences between the new search and the study in ``folder``."""
+    what, before = f"--from-study {folder}", {d.path for d in read_document(folder).dimensions}
     if isinstance(space, Space):
         there, here = read_recipe(folder / "centre.toml"), space.recipe
-        searched = {d.path for d in read_document(folder).dimensions} | set(space.paths)
+        searched = before | set(space.paths)
         found = [*unlike(dict(there.model), here), *unlike_training(there, here)]
         messages = [one.message for one in found if one.about != "dropout" or DROPOUT not in searched]
         scaled = any(parameter_table(recipe).ratios != Ratios() for recipe in (there, here))
         for path in (OPTIMIZER, *(("scaling.alpha", "scaling.token_exponent") if scaled else ())):
-            if path not in searched and (before := read(there, path)) != (now := read(here, path)):
-                messages.append(f"its {path} is {before}, and this recipe's is {now}, so best values may differ")
-        searched = {each.path for each in read_document(folder).dimensions}
+            if path not in searched and (old := read(there, path)) != (now := read(here, path)):
+                messages.append(f"its {path} is {old}, and this recipe's is {now}, so best values may differ")
         # A global value of the earlier study moves the value of each module.
-        missing = [path for path in space.paths if not {path, f"hyperparameters.{quantity_of(path)}"} & searched]
+        missing = [path for path in space.paths if not {path, f"hyperparameters.{quantity_of(path)}"} & before]
         if missing:
             messages.append(f"it did not search {listed(missing, 'and')}, so it says nothing about these values")
         return [f"{what}: {message}" for message in messages]
-    before, messages = {d.path for d in read_document(folder).dimensions}, []
+    messages = []
     if isinstance(space, CommandSpace) and command_space(folder / "centre.toml").file.loss != space.file.loss:
         messages = [f"{what}: its losses were read in another way, so they may not be comparable"]
-    missing = sorted(set(space.paths) - before)
-    if not missing:
-        return messages
-    return [
-        *messages,
-        f"{what}: it did not search {listed(missing, 'and')}, so its trials count as trials at the start value; "
-        "if a name was changed since, use the old name here",
-    ]
+    if missing := sorted(set(space.paths) - before):
+        messages.append(
+            f"{what}: it did not search {listed(missing, 'and')}, so its trials count as trials at the start value; "
+            "if a name was changed since, use the old name here"
+        )
+    return messages
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
     """Return a function that converts a trial of the earlier study in ``folder`` to distances from ``space.recipe``.
-
-    Raise InputError if the earlier study's recipe and ``space.recipe`` differ in base or scaling rule.
-    """
+    Raise InputError if the two recipes differ in base or scaling rule."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
@@ -175,11 +164,8 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the distances of an earlier study's trial from the start point: for ``space``, then for ``others``.
-
-    ``others`` are values that only the earlier study searched. Each distance of ``others`` is divided by the value's
-    ``scale``. A value of ``space`` that the trial lacks has the distance 0.
-    """
+    """Return the distances of an earlier study's trial from the start point: for ``space`` (0 for a value that the
+    trial lacks), then for ``others``, which only the earlier study searched, each divided by its ``scale``."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]
@@ -201,11 +187,8 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance from the value at ``path`` in ``space.recipe`` to the value in the recipe ``there``.
-
-    The distance is in the unit of the value (:attr:`Dimension.unit`). For a choice, it is the index of the level that
-    ``there`` has. ``since`` has distances that are already known, by path.
-    """
+    """Return the distance from the value at ``path`` in ``space.recipe`` to that in ``there``, in the unit of the
+    value; for a choice, the index of the level that ``there`` has. ``since`` has known distances, by path."""
     here = space.recipe
     if path in since:
         return since[path]

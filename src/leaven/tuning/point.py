@@ -58,11 +58,7 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of all values that a search space may name.
-
-    A path names a value for the whole recipe, a value of one module, or a point of a depth profile. Unset values and
-    multipliers without effect are left out.
-    """
+    """Return the paths that a search space may name. Unset values and multipliers without effect are left out."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -72,8 +68,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of the points of a quantity's depth profile, such as ``hyperparameters.depth.lr[0]``. Points
-    that affect no block are left out."""
+    """Return the paths, such as ``hyperparameters.depth.lr[0]``, of the profile's points that affect a block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):
@@ -100,8 +95,7 @@ def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the recipe's value at a searchable path, numbers as float. A value that is not set has its default,
-    which may be None."""
+    """Return the recipe's value at a searchable path, or its default (perhaps None). Numbers are floats."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -117,8 +111,8 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 
 def value_like(recipe: Recipe, path: str, like: Recipe) -> Value | None:
-    """Return the value of ``recipe`` at a path that is searchable in ``like``. If the path is a point of a depth
-    profile, interpolate the profile of ``recipe`` at the depth that this point has in ``like``."""
+    """Return the value of ``recipe`` at a path that is searchable in ``like``. At a point of a depth profile,
+    interpolate the profile of ``recipe`` at the depth that this point has in ``like``."""
     if point := _POINT.fullmatch(path):
         return DepthProfile.at(_profile(recipe, point[1]), int(point[2]), len(_profile(like, point[1])))
     return value_at(recipe, path)
@@ -159,10 +153,8 @@ def distance_in(unit: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return new values by path. ``octaves`` maps each path to the distance of its new value from the recipe's own.
-
-    Raise ValueError if a batch rounds to 0 sequences, or to 1 in a recipe with a batch ramp.
-    """
+    """Return new values by path, at the distances ``octaves`` from the recipe's values. Raise ValueError if a batch
+    rounds to 0 sequences, or to 1 in a recipe with a batch ramp."""
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
 

@@ -66,29 +66,20 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the values at a point, by path. ``octaves`` has their distances from the start point, by path."""
+        """Return the values at a point, by path. ``octaves`` has their distances from the start point."""
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return the values for the placeholders ``{name}`` of a trial's command, by name.
-
-        ``octaves`` has the distances from the start point, by path. Raise ValueError if the values are invalid.
-        """
+        """Return the values of a trial's placeholders ``{name}``, by name. Raise ValueError if they are invalid."""
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
-        """Return the recipe or command file, as text, with the values of the point ``octaves``.
-
-        ``octaves`` has the distance from the start for each searched value. ``reasons`` are added to the table
-        ``[why]``.
-        """
+        """Return the recipe or command file at ``octaves`` as text, with ``reasons`` added to its ``[why]``."""
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return the differences between the file at ``path`` and this space's recipe or command file.
-
-        Keys that hardly affect losses, such as ``why``, are left out.
-        """
+        """Return the differences between the file at ``path`` and this space's recipe or command file, without keys
+        that hardly affect losses, such as ``why``."""
 
     @property
     def axes(self) -> Axes:
@@ -110,16 +101,12 @@ class SearchSpace(ABC):
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
-        """The range of each value at the start of a search, by path. The search widens a range while the best point
-        is at its edge."""
+        """The range of each value at the start of a search, by path."""
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with prior knowledge from two sources.
-
-        ``expected`` maps a path to (distance from start to optimum, standard deviation), in octaves. ``earlier`` has
-        the trials of an earlier search.
-        """
+        """Return the space with prior knowledge: (distance from the start to the expected optimum, standard
+        deviation), in octaves, by path, and the trials of an earlier search."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
@@ -156,19 +143,12 @@ class Space(SearchSpace):
         return point.values(self.recipe, octaves)
 
     def recipe_at(self, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-        """Return the recipe at a point. If ``seed`` is given, it becomes ``data.seed``.
-
-        If the point moves ``batch.tokens`` or ``data.tokens``, the scaling rule adapts other values, such as lr
-        (``point.py``). Raise ValueError if the values cannot be combined.
-        """
+        """Return the recipe at a point, with ``seed`` if given. Raise ValueError if the values cannot be combined."""
         return point.recipe_at(self.recipe, octaves, seed)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return {placeholder of a command: value} at a point, for the numbers, texts and booleans of the recipe.
-
-        A placeholder is the path of a value, such as ``hyperparameters.lr``. The path without ``hyperparameters.`` or
-        ``hyperparameters.modules.``, such as ``lr``, is a second placeholder for the same value.
-        """
+        """Return the numbers, texts and booleans of the recipe at a point, by path and by short path: a value at
+        ``hyperparameters.lr`` is also at ``lr``."""
         recipe = self.recipe_at(octaves, seed)
         found = {
             path: value
@@ -198,10 +178,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return a space whose values of ``path`` are below ``limit``. The start point always stays in the space.
-
-        Return ``self`` if the space does not search ``path``.
-        """
+        """Return a space whose values of ``path`` are below ``limit``. The start point always stays in the space."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -331,10 +308,7 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 
 
 def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
-    """Return why ``path`` cannot be searched, and what to type instead.
-
-    ``known`` has the paths that can be searched, for suggestions of a similar path.
-    """
+    """Return why ``path`` cannot be searched, and what to type instead, such as a path of ``known``."""
     keys = split_path(path)
     of_module = path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in point.QUANTITIES
     if of_module and (reason := recipe.hyperparameters.refusal(recipe.model.roles, keys[2], keys[3])):
@@ -350,7 +324,6 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
 
 
 def _why_not_searched(recipe: Recipe, path: str) -> str | None:
-    """Return the reason why the value at a path cannot be searched, or None if it can."""
     value, quantity, decay = point.value_at(recipe, path), point.quantity_of(path), recipe.schedule.decay
     reason = None
     if path in point.MUON and value is None:

@@ -64,8 +64,8 @@ Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infini
 class Dimension:
     """One searched value: its start, range and unit.
 
-    Distances from the start are in ``unit``. One ``octave`` doubles a value; if the value is a beta, one octave
-    squares it. One ``tenth`` adds 0.1. The distance of a ``choice`` is its index in ``levels``.
+    Distances from the start are in ``unit``. One ``octave`` doubles a value, or squares a beta. One ``tenth`` adds
+    0.1. The distance of a ``choice`` is its index in ``levels``.
     """
 
     path: str  # in the recipe, such as hyperparameters.lr, or hyperparameters.depth.lr[2] in a depth profile
@@ -81,10 +81,8 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance from the start to a whole number: the rounded value at distance ``x``, plus ``more``.
-
-        The number is clamped to the range. If values need not be whole numbers, return ``x``.
-        """
+        """Return the distance to the whole number nearest to the value at distance ``x``, plus ``more``, clamped to
+        the range. If values need not be whole numbers, return ``x``."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -96,14 +94,8 @@ class Dimension:
         return self.high - x < x - self.low
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return, as text, the change of the value from ``origin`` to ``to``, two distances from the start point.
-
-        The text depends on ``unit``:
-
-        - octave: the factor, such as ``x0.29``; for a beta, the factor of log(beta)
-        - tenth: the difference, such as ``+0.05``
-        - choice: the new level
-        """
+        """Return the change from ``origin`` to ``to``, two distances from the start point, as text: a factor, such as
+        ``x0.29`` (for a beta, of log(beta)), a difference, such as ``+0.05``, or the new level of a choice."""
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":
@@ -226,11 +218,10 @@ class Answer(BaseModel):
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
-        """Return whether it helped to tune a value. The result is the first of these texts that applies.
+        """Return whether it helped to tune a value: the first of these texts that applies.
 
         - "mattered": the gain from tuning the value is above the noise.
-        - "not worth tuning": the value is in ``idle``. Resetting all values in ``idle`` to the start raises the loss
-          by less than the noise.
+        - "not worth tuning": the value is in ``idle``.
         - "unsure": the best value differs from the start, but the gain may be noise.
         - "": the best value is the start.
         """
@@ -297,8 +288,8 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
-    """Return the Pareto front of loss and FLOPs, cheapest first. A trial with several durations gives a
-    candidate for each. Trials that differ only in seed are averaged."""
+    """Return the Pareto front of loss and FLOPs, cheapest first, of means over seeds. A trial with several durations
+    gives a candidate for each."""
     of_point: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
         if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
@@ -330,7 +321,6 @@ def read_document(folder: Path) -> StudyDocument:
 
 
 def _study_of(answer: Path) -> StudyDocument | None:
-    """Return the study next to the file ``answer``, or None if unreadable."""
     with suppress(OSError, ValueError):
         return read_document(answer.parent)
     return None
@@ -339,9 +329,7 @@ def _study_of(answer: Path) -> StudyDocument | None:
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return what a study's gain is worth in training tokens of ``target``, one row for each share in ``SHARES``.
 
-    The gain is the amount by which tuning lowered the loss. A larger model may keep only a share of the gain. The
-    ``times`` of a row is the factor on the tokens of ``target`` that would lower its loss by (share) x (gain).
-
+    The ``times`` of a row is the factor on the tokens of ``target`` that would lower its loss by (share) x (gain).
     ``answer`` is the best.toml of the study. The list is empty if the study has no gain, or if the target's tokens
     are outside ``WORTH_TOKENS``.
     """

@@ -55,10 +55,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return sequences ``first`` to ``first + count - 1`` of the stream of ``seed``, counted from 0.
-
-    ``size``: the number of sequences in a batch of ``batches``.
-    """
+    """Return sequences ``first`` to ``first + count - 1`` of the stream of ``seed``, made of batches of ``size``."""
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
     here = slice(first % size, first % size + count)

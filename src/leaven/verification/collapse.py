@@ -179,10 +179,7 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return the sizes with batch and tokens in proportion to the parameters, rounded to whole sequences.
-
-    The first size has the family's own batch and tokens.
-    """
+    """Return the sizes with batch and tokens in proportion to the parameters, rounded to whole sequences."""
     base, sequences = family.params(sizes[0]), family.sequences
     ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]
     return [replace(size, batch=ratio, tokens=ratio) for size, ratio in zip(sizes, ratios, strict=True)]
@@ -203,10 +200,7 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss L0 with the least sum of squared :func:`deviations`, found on a grid.
-
-    Shapes: ``curves`` (..., sizes, intervals), the result (...).
-    """
+    """Return the L0 (...) of least squared :func:`deviations` of ``curves`` (..., sizes, intervals), on a grid."""
     lowest = curves[..., -1].min(-1)
 
     def best(distances: Array) -> Array:
@@ -260,8 +254,7 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 def _blocks(points: Points, count: int) -> Array | None:
     """Fit a line to the curve in each of ``count`` equal time intervals, and return the mean residuals in blocks.
 
-    The result is (``count``, `BLOCKS`): each interval has `BLOCKS` blocks of points. It is None if an interval has
-    too few points.
+    The result is (``count``, `BLOCKS`): the blocks of each interval; None if an interval has too few points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)

@@ -192,10 +192,7 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails regardless of its slopes, or "" if the slopes decide.
-
-    A module fails if a value is not finite, never changes, or is 0 at some sizes only.
-    """
+    """Return why a module fails regardless of its slopes, or "" if the slopes decide."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):
@@ -209,8 +206,7 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope that a correct rule may give. This module's docstring gives the
-    reasons."""
+    """Return the lowest and the highest slope that a correct rule may give; this module's docstring has reasons."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they fall only if this dimension grows.
         logits = module.endswith(LOGITS)
@@ -223,10 +219,7 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return the direction (SHRINKS or GROWS) and the usual cause of a slope ``value`` outside its range.
-
-    ``foreign``: whether a user's factory made the model.
-    """
+    """Return the direction and usual cause of a slope outside its range. ``foreign``: from a user's factory."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

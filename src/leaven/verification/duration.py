@@ -90,10 +90,7 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return a row with the cost of doubling the batch, in octaves of tokens (see the top of this file).
-
-    The cost is None if runs diverged or more tokens do not lower the loss. The row's note then says so.
-    """
+    """Return a row with the cost of doubling the batch, in octaves of tokens (see the top of this file)."""
     name = "cost of doubling the batch, in octaves of tokens"
     unknown = partial(MeasuredRow, name=name, value=None, low=None, high=None)
     longest = max(losses, key=lambda scale: scale.tokens)

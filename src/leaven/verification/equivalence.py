@@ -87,9 +87,8 @@ def equivalence(
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
     """Return the largest difference in mean loss that the check allows, in nats per token.
 
-    ``losses`` has the loss of each seed at the unchanged batch. The result is the larger of two numbers:
-    `TOLERANCE` x (log(vocab_size) - mean loss), and the difference that the noise of the seeds alone can cause (two
-    standard errors of the difference between two means over ``len(losses)`` seeds).
+    It is `TOLERANCE` x (log(vocab_size) - mean loss), or two standard errors of the difference between two means
+    over the seeds if they are more. ``losses`` has the loss of each seed at the unchanged batch.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

@@ -38,14 +38,7 @@ from leaven.training.loop import Diverged, Loop, PlainTraining
 from leaven.training.muon import MuonWithAdamW
 from leaven.training.outcome import Outcome
 from leaven.verification.batches import HELD_OUT, Batches, Prepare, corpus, sequences, synthetic
-from leaven.verification.model_instance import (
-    ModelInstance,
-    Quantity,
-    RunScale,
-    RunSetting,
-    ScaleAxis,
-    block_labels,
-)
+from leaven.verification.model_instance import ModelInstance, Quantity, RunScale, RunSetting, ScaleAxis, block_labels
 from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 
 MADE_UP = "made-up"  # the source of synthetic token ids
@@ -152,8 +145,7 @@ class ForeignFamily:
 
 @dataclass(frozen=True)
 class ForeignTrial:
-    """A training run of a model from a user's factory function. Runs with equal ``key`` and ``text`` have the same
-    loss."""
+    """A training run of a model from a user's factory function."""
 
     family: ForeignFamily
     setting: RunSetting
@@ -188,11 +180,7 @@ class ForeignTrial:
             return instance.loss_of(sequences(instance.batches, family.sequences, setting.seed, first, count))
 
         training = PlainTraining(
-            instance.optimizer,
-            loss,
-            count * family.seq_len,
-            tokens,
-            lambda done: schedule.multiplier(done, tokens),
+            instance.optimizer, loss, count * family.seq_len, tokens, lambda done: schedule.multiplier(done, tokens)
         )
         with suppress(Diverged):
             Loop(training, [monitor]).run()
@@ -241,8 +229,7 @@ def foreign(
         tokens: number of tokens in a training run; None for the default.
         alpha: the model's rule multiplies residual branches by depth^-alpha; by default 1.
 
-    Raises:
-        InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.
+    Raise InputError if the factory, its result or an argument cannot be used, or the vocabulary is too small.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

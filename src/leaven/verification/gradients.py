@@ -107,10 +107,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return {label: record}.
-
-        The label of a parameter, such as ``mlp.in``, is the same in all blocks.
-        """
+        """Train a model with a warm-up, on a new batch in each step. Return {label: record}."""
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -205,10 +202,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails: it never changes, or a gradient, lr x decay or eps is 0 at some sizes only.
-
-    Return "" if neither is true.
-    """
+    """Return why a parameter fails: it never changes, or a value is 0 at some sizes only. Return "" if it passes."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

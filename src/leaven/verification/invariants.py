@@ -52,8 +52,7 @@ Combinations = dict[str, list[dict[str, float]]]
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
     """Return each parameter's combinations of settings (listed in the module docstring), by module label.
 
-    Parameters that neither AdamW nor Muon trains are left out. ``steps`` is (steps of the run) / (steps of the run at
-    the smallest scale).
+    Parameters that neither AdamW nor Muon trains are left out. ``steps``: those of the run / of the smallest scale.
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
@@ -98,10 +97,7 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row for each module label: the verdict on how its optimizer settings change with the scale.
-
-    If the rule ignores the batch or the tokens, another row says so.
-    """
+    """Return a row for each module label: the verdict on how its optimizer settings change with the scale."""
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -167,10 +163,7 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and highest allowed exponent with which ``column`` changes along ``axis``.
-
-    ``column`` is a combination such as "lr x decay x steps". The rule multiplies residual branches by L^-``alpha``.
-    """
+    """Return the lowest and highest allowed exponent with which ``column`` changes along ``axis``."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

@@ -143,11 +143,7 @@ def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _is_own_run(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder is a run folder of leaven. ``names`` are the names of its files.
-
-    It is one if it has two of the files recipe.toml, metrics.jsonl and events.jsonl, or a recipe.toml and the folder
-    ``checkpoints``.
-    """
+    """Return whether a folder, whose files have these names, is a run folder of leaven."""
     found = {"recipe.toml", "metrics.jsonl", "events.jsonl"}.intersection(names)
     return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
 
@@ -212,8 +208,7 @@ class RunLogs:
         return cls(path, sorted(own), others, events, names, loss, in_paths)
 
     def rows(self, file: Path, columns: Collection[str]) -> list[LoggedRow]:
-        """Return the rows of ``file``, a table or a run of TensorBoard or W&B. The column ``self.loss`` is renamed to
-        "loss".
+        """Return the rows of ``file``, a table or a run of TensorBoard or W&B, with ``self.loss`` renamed to "loss".
 
         ``columns`` are the names of numbers, such as width, to read from the path of a run.
         """
@@ -287,10 +282,7 @@ class RunLogs:
                 )
 
     def unused_numbers(self, columns: Collection[str]) -> list[str]:
-        """Return each name, such as lr in lr=0.004, whose number in the paths differs between runs.
-
-        Names in ``columns`` are left out.
-        """
+        """Return each name, such as lr in lr=0.004, whose number in the paths differs, but none in ``columns``."""
         every = [self.numbers(run) for run in self.names]
         names = {name for numbers in every for name in numbers} - {*columns}
         return sorted(name for name in names if any(each.get(name) != every[0].get(name) for each in every))
@@ -353,10 +345,7 @@ def _names_with_digits(run: Path, root: Path) -> list[str]:
 
 
 def named_numbers(name: str) -> list[tuple[str, float]] | None:
-    """Return the named numbers in a folder's name, such as ("lr", 0.004) in ``lr=0.004``.
-
-    Return None if a part of the folder's name cannot be read.
-    """
+    """Return the named numbers in a folder's name, such as ("lr", 0.004) in ``lr=0.004``; None if unreadable."""
     found, rest = _parts(name)
     return None if rest else found
 

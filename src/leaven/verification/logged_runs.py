@@ -19,13 +19,7 @@ from leaven.training.integrity import faults
 from leaven.training.rewind import changed_values, text_left_out
 from leaven.training.run_folder import RunFolder, changes_of
 from leaven.verification.collapse import Points, collapse
-from leaven.verification.logged_rows import (
-    TIMES,
-    LoggedRow,
-    RunLogs,
-    is_one_run,
-    size_in,
-)
+from leaven.verification.logged_rows import TIMES, LoggedRow, RunLogs, is_one_run, size_in
 from leaven.verification.model_instance import RunScale, ScaleAxis
 from leaven.verification.optimum import LossGrid
 from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
@@ -163,8 +157,7 @@ def _runs_by_size(
 def _rows_of_other_runs(logs: RunLogs, value: str, used: Collection[str]) -> list[LoggedRow]:
     """Return all rows of tables, and only the last row of each run of TensorBoard or W&B.
 
-    Raise InputError if two TensorBoard or W&B runs are copies, or if a run that has not diverged ends at an earlier
-    step than another one of the same size.
+    Raise InputError if two TensorBoard or W&B runs are copies, or if :func:`_refuse_unfinished` does.
     """
     rows, ends, curves = list[LoggedRow](), list[LoggedRow](), dict[Hashable, str]()
     for file in logs.others:
@@ -226,7 +219,6 @@ def _progress(row: LoggedRow, column: str) -> float | None:
 
 
 def _refuse_unfinished_states(rows: Iterable[LoggedRow]) -> None:
-    """Raise InputError if a column such as state says that a run has not finished. Skip runs whose loss is nan."""
     for row, column in product(rows, STATES):
         state = str(row.values.get(column) or "").strip().lower()
         if state not in FINISHED and not (row.has("loss") and math.isnan(row.loss())):
@@ -258,10 +250,7 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
 
 
 def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
-    """Return a hint for rows from sibling TensorBoard folders such as train and val, or "".
-
-    Folders with a number in the name, such as seed0, may be separate runs and get no hint.
-    """
+    """Return a hint for rows of sibling TensorBoard folders such as train and val, but not seed0, or ""."""
     folders = [Path(str(each.source)) for each in (row, other)]
     if folders[0].parent != folders[1].parent or not all(folder.is_dir() for folder in folders):
         return ""
@@ -271,8 +260,7 @@ def _one_folder(row: LoggedRow, other: LoggedRow, loss: str) -> str:
 def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
     """Raise InputError if two logs may be of one run, such as the TensorBoard folders train and val.
 
-    Two logs are refused if at least one has no seed, and at least one is of TensorBoard or W&B. ``what`` describes
-    the runs in the message, such as by their size.
+    At least one must have no seed, and one be of TensorBoard or W&B. ``what`` describes the runs in the message.
     """
     seeded_first = sorted(runs, key=lambda row: row.seed() is None)
     logs = {row.source: row for row in seeded_first if row.source is not None}
@@ -286,10 +274,7 @@ def _refuse_one_run(runs: Iterable[LoggedRow], what: str, loss: str) -> None:
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow]) -> None:
-    """Raise InputError if a run that has not diverged ends at an earlier step than another run of the same size.
-
-    ``ends`` has the last row of each run. The size includes the batch and the tokens.
-    """
+    """Raise InputError if a run that has not diverged ends before another of its size. ``ends``: last rows."""
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
     for end in sorted(ends, key=lambda row: -row.number("step")):
         last = furthest.setdefault(tuple(end.values.get(axis) for axis in AXES), end)
@@ -321,10 +306,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _curves(path: Path, logs: RunLogs) -> tuple[dict[str, list[Points]], list[str]]:
-    """Return the loss curves by size, and the names of unused columns and of unused numbers in paths (``lr0.01``).
-
-    Raise InputError as :func:`curves_of` does.
-    """
+    """Return the loss curves by size, and the names of unused columns and of unused numbers in paths (``lr0.01``)."""
     if logs.own:
         return _curves_of_own_runs(logs.own), []
     unused = set[str]()
@@ -410,10 +392,7 @@ def _refuse_missing_losses(rows: Iterable[LoggedRow], axes: Sequence[str], time:
 
 
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
-    """Record that ``run`` is at ``place``. Raise InputError if ``seen`` already has ``run`` at another place.
-
-    ``run`` identifies a run, for example by its size and seed. ``what`` names these values in the message.
-    """
+    """Record that ``run`` is at ``place``. Raise InputError if ``seen`` already has ``run`` at another place."""
     if (first := seen.setdefault(run, place)) != place:
         raise InputError(f"{place} repeats the {what} of {first}; remove one of the two, or move it elsewhere")
 
@@ -539,7 +518,6 @@ def _kept_values(recipe: Recipe, swept: str) -> dict[str, Any]:
 
 
 def _whole_scaling(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's table [scaling], with all sizes of the base filled in."""
     shape, base = recipe.base_shape, recipe.base
     sizes = {"width": base.width, "depth": base.depth, "batch_tokens": base.batch_tokens, "tokens": base.tokens}
     sizes |= {"d_ff": shape.d_ff, "d_head": shape.d_head, "n_kv_heads": shape.n_kv_heads}

@@ -36,8 +36,7 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 def rehearsal(recipe: Recipe) -> Recipe:
     """Return a recipe with few micro-batches per step, whose steps have the peak memory of the given recipe.
 
-    The result does not compile, load start weights or measure the noise scale. Raise InputError if the layout cannot
-    be trained.
+    It does not compile, load start weights or measure the noise scale. Raise InputError if it cannot be trained.
     """
     require_trainable(recipe, recipe.layout.ranks)
     layout, seq_len = recipe.layout, recipe.model.seq_len
@@ -68,8 +67,7 @@ def arrangement(recipe: Recipe) -> Arrangement:
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
     """Return ``ranks``, sorted and without duplicates. Raise InputError for a rank outside the layout.
 
-    By default, return the first rank of the first, second and last pipeline stage, or of all stages with
-    ``all_stages``.
+    By default, return the first rank of the first, second and last pipeline stage, or of ``all_stages``.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -85,8 +83,7 @@ def check_memory(
 ) -> MemoryCheckDocument:
     """Compare the planned memory of each rank in ``ranks`` with the memory of a dry run of this rank.
 
-    The recipe must come from :func:`rehearsal`. ``on_rank`` is called with (number of finished ranks, number of
-    ranks).
+    The recipe must come from :func:`rehearsal`. ``on_rank`` is called with (finished ranks, all ranks).
     """
     how = arrangement(recipe)
     began = time.perf_counter()
@@ -115,10 +112,7 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's constants for leaven's trainer, with fixed memory and slack set to 0.
-
-    With these constants, the planner predicts only the memory of tensors. The dry run measures the same.
-    """
+    """Return the planner's constants for leaven's trainer, without fixed memory and slack: only for tensors."""
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
     return code.averaging(recipe.average is not None).isolating(recipe.data.documents)

@@ -41,8 +41,7 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale to which the scaling rule adapts the hyperparameters. If ``ruled`` is false, batch and tokens are
-        1, so the rule adapts the hyperparameters only to width and depth."""
+        """The scale to which the scaling rule adapts the hyperparameters: without ``ruled``, only width and depth."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -107,10 +106,7 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return a function from the names of modules and parameters of ``model`` to labels, such as ``mlp.in``.
-
-    ``model`` is leaven's transformer. The label of a whole block is ``residual``.
-    """
+    """Return a function from names in leaven's transformer to labels, such as ``mlp.in``; blocks: ``residual``."""
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 
     def label(name: str) -> str:

@@ -46,7 +46,6 @@ class LossGrid:
 
     @property
     def has_optimum(self) -> bool:
-        """Whether the best value can be estimated: at least `POINTS` values have no diverged run."""
         return len(self.octaves) >= POINTS
 
     @property
@@ -77,14 +76,12 @@ class LossGrid:
 
     @property
     def lowest(self) -> Array:
-        """The loss predicted at the best value. Shape: (...)."""
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
         """Return log2 of the best value: the vertex of a parabola around the lowest mean loss.
 
-        The vertex is clipped to the grid. If the parabola has no minimum, return the grid value with the lowest
-        mean loss.
+        It is clipped to the grid. If the parabola has no minimum, return the grid value with the lowest mean loss.
         """
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
@@ -103,10 +100,7 @@ class LossGrid:
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 
     def _parabola(self, place: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Return (a, b, c) of the parabola a x^2 + b x + c through the mean losses around each grid index ``place``.
-
-        x is in octaves.
-        """
+        """Return (a, b, c) of a x^2 + b x + c through the mean losses around each index ``place``, x in octaves."""
         near = self._points(place)
         x0, x1, x2 = np.moveaxis(self.octaves[near], -1, 0)
         y0, y1, y2 = np.moveaxis(np.take_along_axis(self.means, near, -1), -1, 0)
@@ -165,11 +159,7 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return the residuals from which a bootstrap draws, one array for each of the compared values.
-
-        An array has the finite residuals of the runs with one value, or those of all runs if that value has fewer
-        than two.
-        """
+        """Return the residuals to draw from for each compared value: its own, or all if it has fewer than two."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -212,8 +202,7 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
     """Return the shift of the best value in octaves, and the regret in nats. sweep.py defines both."""
 
     def regret(grids: Sequence[LossGrid]) -> Array:
-        best = grids[0].optimum()
-        return np.maximum(difference(grids[1].loss_at(best), grids[1].lowest), 0.0)
+        return np.maximum(difference(grids[1].loss_at(grids[0].optimum()), grids[1].lowest), 0.0)
 
     octaves = estimate(lambda grids: difference(grids[1].optimum(), grids[0].optimum()), [base, target], paired=True)
     return octaves, estimate(regret, [base, target], paired=True)

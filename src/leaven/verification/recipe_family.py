@@ -23,13 +23,10 @@ from leaven.verification.model_instance import Quantity, RunScale, RunSetting, S
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """The training runs of a recipe at any scale.
-
-    ``text`` is the fingerprint that the recipe's tokens must have; None allows any.
-    """
+    """The training runs of a recipe at any scale."""
 
     recipe: Recipe
-    text: str | None = field(default=None, kw_only=True)
+    text: str | None = field(default=None, kw_only=True)  # fingerprint that the tokens must have; None: any
     unit = "base value"  # a RunSetting.value is the value in the recipe, before scaling
 
     @property
@@ -80,8 +77,7 @@ class RecipeFamily:
         cell = RULES[scaling.rule].columns.get(quantity)
         if cell is None or axis not in ("batch", "tokens"):
             return 0.0
-        at = TensorRatios(**{axis: 2.0})
-        return round(math.log2(cell.factor(at, scaling)), 12)
+        return round(math.log2(cell.factor(TensorRatios(**{axis: 2.0}), scaling)), 12)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
         """Return the training run of a setting. Raise InputError if the scale or the value is not valid."""

@@ -136,10 +136,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train and measure a model. Add its parameters' labels, such as ``mlp.out``, to ``labels`` if that is empty.
-
-        Raise InputError if ``labels`` has a label that no parameter of the model has.
-        """
+        """Train and measure a model. If ``labels`` is empty, add those of its parameters, such as ``mlp.out``."""
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:

@@ -60,7 +60,6 @@ class SweptValue:
 
     @property
     def label(self) -> str:
-        """The name of the value in tables and messages."""
         return self.key.replace("_", " ")
 
 
@@ -175,11 +174,7 @@ def _wider(
 
 
 def extended(
-    family: ModelFamily,
-    quantity: Quantity,
-    grids: Mapping[RunScale, Sequence[float]],
-    store: RunStore,
-    seeds: int,
+    family: ModelFamily, quantity: Quantity, grids: Mapping[RunScale, Sequence[float]], store: RunStore, seeds: int
 ) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
     """Train on the grid of each scale, and extend grids whose best value is at an edge. Return (grids, losses)."""
     extending = {scale: list(grid) for scale, grid in grids.items()}
@@ -194,11 +189,7 @@ def extended(
 
 
 def losses_of(
-    family: ModelFamily,
-    quantity: Quantity,
-    grids: Mapping[RunScale, Sequence[float]],
-    store: RunStore,
-    seeds: int,
+    family: ModelFamily, quantity: Quantity, grids: Mapping[RunScale, Sequence[float]], store: RunStore, seeds: int
 ) -> dict[RunScale, LossGrid]:
     """Train the runs that have no result yet. Return the losses on the grid of each scale."""
     settings = {
@@ -254,11 +245,7 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the curves that a report of the sweep draws.
-
-    For each scale: the loss over the swept value, and its minimum if the grid has one. For each axis, such as the
-    width: the best value over the axis, if at least two scales have a minimum.
-    """
+    """Yield the loss curve and the minimum of each scale, and the best values along each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

@@ -23,7 +23,6 @@ class Exponent:
 
     @property
     def outside(self) -> float:
-        """The distance of ``value`` from the range ``low`` to ``high``; negative inside."""
         return max(self.value - self.high, self.low - self.value)
 
     @property
@@ -35,8 +34,7 @@ class Exponent:
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
     """Return the document of a check. The check passes if at least one row passed, and none failed or is undecided.
 
-    The field ``fault`` names the module of the worst failed row, or else of the worst undecided row. ``more`` are
-    further fields of the document.
+    The field ``fault`` names the module of the worst failed, or else undecided, row. ``more`` are further fields.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(

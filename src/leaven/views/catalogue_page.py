@@ -34,8 +34,6 @@ LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside
 
 @dataclass(frozen=True)
 class CatalogueChart:
-    """The definition of a chart of published runs."""
-
     key: str
     title: str
     note: str  # text below the title
@@ -46,7 +44,6 @@ class CatalogueChart:
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
-    """Return what each law predicts for ``predicted``, such as "lr", at the model sizes ``sizes``, by law."""
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
         for result in evaluate(size, TOKENS_PER_PARAMETER * size):
@@ -57,10 +54,7 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return a line of points (number of parameters, init std) for each init rule, by the rule's name.
-
-    At each size, the model has 12 n_layers d_model^2 parameters, and d_model / n_layers is `ASPECT`.
-    """
+    """Return a line for each init rule, for models of 12 n_layers d_model^2 parameters and the shape `ASPECT`."""
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
         "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),
@@ -144,10 +138,7 @@ def symbol(run: PublishedRun) -> str:
 
 
 def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Figure, list[str]]:
-    """Return a scatter plot of published runs, and the names of the laws that it shows.
-
-    The x axis is the number of parameters that a token uses. Each law is a line with its name as a tooltip.
-    """
+    """Return a scatter plot of published runs over the parameters that a token uses, and the laws that it shows."""
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
     low, high = min(values) / 1.25, max(values) * 1.25
@@ -171,13 +162,12 @@ def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[s
         places = [(run.params_active, value) for run, value in members]
         hovers = [hover_text(quantity, run, value) for run, value in members]
         traces.append(charts.dots(places, colour, 9, legendgroup=name, marker=marker, hovertext=hovers))
-    spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
         "parameters that a token uses",
         quantity.unit,
         traces,
         x=charts.log_axis(min(sizes) / 1.2, max(sizes) * 1.2, numbers.tick),
-        y=charts.log_axis(low, high, spell, most=8, automargin=False),
+        y=charts.log_axis(low, high, numbers.tick if low > 1 else numbers.value, most=8, automargin=False),
         margin={"l": 52, "r": 26, "t": 26, "b": 44},
     )
     return figure, names

@@ -120,7 +120,6 @@ def dots(points: Points, colour: str, size: float = 8, *, marker: Figure | None 
 
 
 def _trace(points: Points, mode: str, **style: Any) -> Figure:
-    """Return a scatter trace. It has tooltips if ``style`` has ``hovertext`` or ``hovertemplate``."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
     x, y = zip(*points, strict=True) if (points := list(points)) else ((), ())
@@ -133,10 +132,7 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a log axis from ``low`` to ``high``, with up to ``most`` ticks. ``spell`` makes the tick labels.
-
-    The margin at each end is ``pad`` times the length of the axis. ``more`` has further settings of the axis.
-    """
+    """Return a log axis with up to ``most`` ticks. The margin at each end is ``pad`` times the length of the axis."""
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -153,8 +149,7 @@ def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
 def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02) -> Figure:
     """Return a linear axis. The arguments are as in :func:`log_axis`."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
-    labels = [spell(place) for place in places]
-    return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels}
+    return {"range": [low - room, high + room], "tickvals": places, "ticktext": list(map(spell, places))}
 
 
 def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:
@@ -191,9 +186,8 @@ def _minus(a: float | None, b: float | None) -> float | None:
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
     """Return the values ``y``, smoothed: each is replaced by the value of a line fitted to its neighbours.
 
-    The neighbours of point i are about ``share`` * i points on each side, but at least 2. Their number grows with i,
-    because later points are closer together on a logarithmic axis. Unlike a moving average, the line does not lag
-    where the curve falls.
+    Point i has about ``share`` * i neighbours on each side, but at least 2: on a logarithmic axis, later points are
+    closer together. Unlike a moving average, the line does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)

@@ -38,8 +38,7 @@ def check_page(check: CheckDocument) -> str:
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a coordinate or gradient check, and the template variables of their sections.
 
-    Each axis (width or depth) and quantity has a chart, with a curve for each module. A curve of gradients is divided
-    by Adam's eps at each size, so it is flat if the rule scales eps correctly.
+    A curve of gradients is divided by Adam's eps at each size, so it is flat if the rule scales eps correctly.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
@@ -66,10 +65,7 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Divide a curve by ``eps`` at each size, if ``eps`` is given, and then by its first value.
-
-    Return [] if a value of the curve is 0 or missing, because a logarithmic axis cannot show it.
-    """
+    """Divide a curve by ``eps`` and by its first value. Return [] if a log axis cannot show a value: 0 or missing."""
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
     known = [value for value in values if value]
@@ -77,7 +73,6 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return charts and template variables for the page's section on a sweep or ``check equivalence``."""
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
     name = curves[0].axis.replace("_", " ")
@@ -88,8 +83,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
         legend.append((curve.module, colour))
         if star := stars.get(curve.module):
             marker = {"color": colour, "size": 12, "symbol": "star"}
-            points = zip(star.x, star.y, strict=True)
-            traces.append(_line(f"best for {curve.module}", points, colour, marker=marker))
+            traces.append(_line(f"best for {curve.module}", zip(star.x, star.y, strict=True), colour, marker=marker))
     axis = charts.measured_axis((value for curve in curves for value in curve.x), numbers.value)
     drawn: dict[str, Figure | None] = {"losses": charts.figure(f"{name}, {unit}", "final loss, nats", traces, x=axis)}
     best = [curve for curve in check.curves if curve.quantity == "best"]
@@ -103,10 +97,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts and the template variables of the section for ``check collapse``.
-
-    The charts show the normalised loss curves, and their deviations from the curve of the first size.
-    """
+    """Return charts of the normalised losses and of their deviations from the first size, and template variables."""
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
     for quantity, title in (("normalised", "normalised loss"), ("deviation", "share of the loss decrease")):

@@ -91,7 +91,6 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return the headers of the numeric columns, by name such as ``regret``."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in PAIRS:
@@ -130,7 +129,6 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return a function from a row to its cell in the column ``part``, such as ``regret``."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

@@ -36,10 +36,6 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
     """Compare the runs in ``folders`` with the first run. Return an HTML page and a document.
 
     Both state ``output`` as the path of the page, but nothing is written.
-
-    Raises:
-        InputError: if a folder is given twice or has no run with steps, if there are more than `MOST_RUNS` folders,
-            or if plotly is missing.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
@@ -113,10 +109,9 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the number of tokens at which a run reached ``loss``, interpolated between validations.
+    """Return the tokens, interpolated, at which a run reached ``loss``, or None if before the first validation.
 
-    ``validation`` has pairs (tokens, loss). At least one must have a loss of at most ``loss``. If the first pair
-    already has such a loss, return None, because it is not known when the run reached ``loss``.
+    ``validation`` has pairs (tokens, loss), at least one with a loss of at most ``loss``.
     """
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss

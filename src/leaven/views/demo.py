@@ -26,8 +26,7 @@ COMMANDS = (  # for a model of the user's own, after the demo
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return {lr: loss} for each (rule, width). At the base width, a loss is the mean over seeds; at other widths, it
-    is the loss of the first seed."""
+    """Return {lr: loss} by (rule, width): at the base, the mean over seeds, and else the loss of the first seed."""
     base = demo.models[0].width
     return {
         (rule, width): {
@@ -176,7 +175,6 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule, with a curve for each width. Diamonds are the lowest losses."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

@@ -68,9 +68,7 @@ class StudyView(StudyDocument):
     """A study (a search for hyperparameters) for display."""
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
-    # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or was edited, or if the
-    # search began at a command file.
-    best_recipe: Recipe | None = None
+    best_recipe: Recipe | None = None  # of best.toml; None if this is missing or edited, or of a command file
     gap: str = ""  # why best.toml is not shown, or ""
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
@@ -90,10 +88,7 @@ class StudyView(StudyDocument):
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the complete trials at the start point.
-
-        If there are none, the loss of the first complete trial, or None if no trial is complete.
-        """
+        """The mean loss of the complete trials at the start point, or else the loss of the first complete trial."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -111,11 +106,7 @@ EVENT_KEYS = {"validation": ("tokens",), "rollback": (*_BACK, "why"), "rewind": 
 
 
 def read_folder(folder: Path) -> FolderView:
-    """Return the contents of a folder for display.
-
-    Raises:
-        InputError: if the folder has no results of a run, study, check or demo, or if a file is damaged.
-    """
+    """Return the contents of a folder for display. Raise InputError if it has no results or a damaged file."""
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
         raise InputError(f"{folder}: no such folder{store if re.match(r'[a-z+]+:/', str(folder)) else ''}")
@@ -192,8 +183,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seconds_of(steps: Sequence[dict[str, Any]]) -> float | None:
-    """Return the sum of the steps' seconds, or None if no step has a speed. Unlike the times of events, the sum does
-    not change if the system clock is set."""
+    """Return the sum of the steps' seconds. Unlike times of events, it does not change if the clock is set."""
     timed = [step for step in steps if step.get("batch_tokens") and step.get("tokens_per_second")]
     return float(sum(step["batch_tokens"] / step["tokens_per_second"] for step in timed)) if timed else None
 
@@ -213,9 +203,8 @@ def read_study(folder: Path) -> StudyView:
     of_file = is_command_file(centre)
     start = command_space(centre).file if of_file else read_recipe(centre)
     require_start(state, start, str(folder))
-    in_order = tuple(sorted(state.trials, key=lambda trial: trial.number))
     view = StudyView(
-        **vars(state) | {"trials": in_order},
+        **vars(state) | {"trials": tuple(sorted(state.trials, key=lambda trial: trial.number))},
         centre=start,
         folder=os.path.relpath(os.path.realpath(folder), os.path.realpath(folder / state.command_folder)),
     )
@@ -242,10 +231,7 @@ def read_check(folder: Path) -> CheckDocument:
 
 
 def _document(path: Path, kind: type[Kind], again: str = _AGAIN) -> Kind:
-    """Return the document in a file. Raise InputError if the file is unreadable, was edited, or cannot be drawn.
-
-    ``again`` is the advice at the end of the message.
-    """
+    """Return the document in a file. Raise InputError if it is unreadable, was edited, or cannot be drawn."""
     try:
         content = storage.read(path)
         document = kind.model_validate_json(content)
@@ -263,7 +249,6 @@ def _document(path: Path, kind: type[Kind], again: str = _AGAIN) -> Kind:
 
 
 def _undrawable(value: Any, where: str) -> Iterator[str]:
-    """Yield a message for each number that charts cannot show. ``where`` locates ``value`` in the document."""
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if key != "interval":  # an unknown interval is infinite

@@ -53,10 +53,7 @@ def setting(value_of: Any) -> str:
 
 
 def published_range(plan: PlanDocument) -> list[str]:
-    """Return lines with the range in which the real step time probably lies, from published runs.
-
-    The last line names the command that measures the step time. Return [] for a calibrated plan or a plan for CPUs.
-    """
+    """Return lines with the range in which the real step time probably lies, judging by published runs."""
     rows, step, waiting = plan.published_times, plan.speed.step_seconds, plan.time["host"]
     device = plan.cluster.rpartition("x")[2].partition("-")[0]
     if plan.calibration is not None or plan.cluster == "cpu":

@@ -121,11 +121,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the cells of ``rule`` whose product is the factor on ``quantity``.
-
-    For init_std, this is the factor on the variance. For betas, it is the factor on the half-life. Return () for
-    Muon's beta1, beta2 and eps.
-    """
+    """Return the cells of the factor on ``quantity``; for init_std, on the variance, for betas, on the half-life."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

@@ -31,7 +31,6 @@ def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
 
 
 def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, str]]:
-    """Return the lines of a memory chart as (GiB, label, dash): the capacity of a GPU and the planner's limit."""
     return [
         (capacity_gib, f"{capacity_gib:g} GiB: capacity", "solid"),
         (usable_gib, f"{usable_gib:.3g} GiB: the planner's limit", "dot"),
@@ -89,10 +88,7 @@ def drawn_ranks(p: int) -> list[int]:
 
 
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
-    """Draw the forward and backward passes of pipeline ranks over the time of a step.
-
-    Later stages of a rank are paler. All times are multiplied by ``slower``, the factor of the calibration.
-    """
+    """Draw the passes of pipeline ranks over the time of a step x ``slower``, the factor of the calibration."""
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
     by_kind: dict[Kind, list[tuple[int, Pass]]] = {}
@@ -161,20 +157,15 @@ def layouts(
     capacity_gib: float,
     usable_gib: float,
 ) -> Figure:
-    """Draw a dot for each layout at its step time and memory, and a line through the layouts of the Pareto front.
-
-    The colour shows tp, and the symbol shows recompute. A cross is a layout that leaven cannot train.
-    """
+    """Draw a dot for each layout at its step time and memory, and a line through the layouts of the Pareto front."""
     slowest = _slowest(shown, chosen)
     times, sizes = zip(*map(_place, [*shown, chosen]), strict=True)
-    line = [_place(each) for each in front if each.step_seconds <= slowest]
-    traces = [charts.line(line, INK, 1.5, shape="hv")]
+    traces = [charts.line([_place(each) for each in front if each.step_seconds <= slowest], INK, 1.5, shape="hv")]
     for tp, hue in tensor_hues(shown).items():
         members = [each for each in shown if each.layout["tp"] == tp]
         shapes = [_SYMBOLS[each.layout["recompute"]] if each.trained else "x" for each in members]
         looks, hovers = {"opacity": 0.8, "symbol": shapes}, list(map(_hover, members))
-        places = map(_place, members)
-        traces.append(charts.dots(places, hue, marker=looks, legendgroup=f"tp {tp}", hovertext=hovers))
+        traces.append(charts.dots(map(_place, members), hue, marker=looks, legendgroup=f"tp {tp}", hovertext=hovers))
     ring, hovers = {"symbol": "circle-open", "line": {"width": 2.5}}, [f"<b>chosen</b><br>{_hover(chosen)}"]
     traces.append(charts.dots([_place(chosen)], INK, 17, marker=ring, hovertext=hovers))
     low, high = min(*sizes, capacity_gib / 4) / 1.1, max(*sizes, capacity_gib) * 1.35
@@ -199,8 +190,7 @@ def layouts(
 
 
 def tensor_hues(candidates: Iterable[CandidateRow]) -> dict[int, str]:
-    degrees = sorted({each.layout["tp"] for each in candidates})
-    return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
+    return {tp: charts.hue(n) for n, tp in enumerate(sorted({each.layout["tp"] for each in candidates}))}
 
 
 def _place(each: CandidateRow) -> tuple[float, float]:

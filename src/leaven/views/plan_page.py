@@ -21,8 +21,6 @@ STEADY = 4
 
 @dataclass(frozen=True)
 class FormField:
-    """An input field of the planner's form in ``leaven serve``."""
-
     name: str  # the key in the address of the page
     label: str
     example: str  # shown while the field is empty
@@ -32,10 +30,7 @@ class FormField:
 def plan_page(
     plan: ClusterPlan, document: PlanDocument, name: str, command: str, form: Sequence[FormField] = ()
 ) -> str:
-    """Return the HTML page of a plan. ``document`` is the result of ``plan.document()``.
-
-    ``name`` is the title, and ``command`` prints the plan. ``form`` has the input fields that ``leaven serve`` shows.
-    """
+    """Return the HTML page of a plan. ``command`` prints the plan; ``form`` is for the page in ``leaven serve``."""
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib
     levels = (capacity, USABLE * capacity)

@@ -17,10 +17,7 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return how a value differs from its start value, as text: ``2×``, ``+0.05``, or the name of the chosen option.
-
-    ``to`` is the distance from the start, in the unit of the dimension.
-    """
+    """Return how a value ``to`` from the start differs from it, as text: ``2×``, ``+0.05``, or the chosen option."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
@@ -48,18 +45,14 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe how the values of ``trial`` differ from those of ``best``, or from the start if ``best`` is None.
-
-    The text has at most ``room`` characters. A repeat with a new seed is ``trial 3 again, seed +1``.
-    """
+    """Describe in ``room`` characters how ``trial`` differs from ``best``, or from the start if ``best`` is None."""
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
         return cut(f"the start again{seed}", room)
     first = next((other.number for other in state.trials if other.values == trial.values), trial.number)
     if seed and first != trial.number:
         return cut(f"trial {first} again{seed}", room)
-    before = (best and best.octaves) or {}
-    moved = changes(state.dimensions, before, trial.octaves or {}, room - len(seed))
+    moved = changes(state.dimensions, (best and best.octaves) or {}, trial.octaves or {}, room - len(seed))
     return (moved or f"nothing: {'the best' if best is not None else 'the start'}") + seed
 
 
@@ -68,10 +61,7 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return how far a trial got, as a share of the tokens of the longest complete trial, such as ``at 18%``.
-
-    Return "" if no trial is complete, or if the trial has not trained yet.
-    """
+    """Return how far a trial got, as a share of the tokens of the longest complete trial: ``at 18%``, or ""."""
     whole = max((_reached(other) for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(_reached(trial) / whole, 1.0):.0%}" if whole and _reached(trial) else ""
 
@@ -164,8 +154,7 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return up to two facts: the expected gain of more trials, and the pair of values with the largest predicted
-    gain if only these two are changed."""
+    """Return up to two facts: what more trials may gain, and the pair of values with most of the predicted gain."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""

@@ -1,5 +1,4 @@
-"""Prepare a recipe for a page: a map of learning rates in colour, the parameter table, and reasons for
-values."""
+"""Prepare a recipe for a page: learning rates in colour, the parameter table, and reasons for values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,23 +14,14 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the
 
 
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
-    """Return the variables of the macros in ``recipe.html.j2``, by name.
-
-    ``beside`` is a recipe to show next to ``recipe``, or None. ``names`` are the titles of the two columns,
-    ``beside`` first.
-    """
+    """Return the variables of the macros in ``recipe.html.j2``. ``names`` are titles, that of ``beside`` first."""
     table = parameter_table(recipe)
     mine = by_label(table.rows)
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return the table line of the parameter ``name``. ``rows`` has its values, one row for each layer.
-
-        The line has a cell for each quantity, such as lr: (smallest and largest value in ``beside`` or None, the same
-        in ``recipe``, reason).
-        """
         first, base = rows[0], others.get(name, [])
-        cells = [
+        cells = [  # (lowest and highest value in ``beside`` or None, the same in ``recipe``, reason)
             (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
             for quantity, header in HEADERS.items()
         ]
@@ -56,7 +46,6 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table of coloured bands: for each parameter, the lr of every layer divided by ``lr``."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -67,10 +56,9 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 
 
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
-    """Return a band of the page: a cell for each layer, ``text`` beside the cells, and ``label`` in the tooltip.
+    """Return a band of the page: a cell for each layer, coloured by :func:`shade`, and ``text`` beside the cells.
 
-    ``factors`` and ``reach`` give the colours (:func:`shade`). ``state`` is "left" for a multiplier that the study
-    did not search, "depth" for depth multipliers, or else "".
+    ``state`` is "left" for a multiplier that the study did not search, "depth" for depth multipliers, or else "".
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
@@ -99,20 +87,14 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the legend of :func:`shade` as pairs (colour, factor).
-
-    The factors are 1 and up to three powers of 2 above and below it, evenly spaced, at most ``reach`` octaves from 1.
-    """
+    """Return the legend of :func:`shade`: pairs (colour, factor) of 1 and up to three powers of 2 on each side."""
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return a recipe's values by their reason under ``[why]``. Values without a reason are under None.
-
-    A value is (keys of its path, text). The name, [tuning], multipliers of 1 and empty values are left out.
-    """
+    """Return a recipe's values, as (keys of the path, text), by their reason under ``[why]``; None without one."""
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
     for path, setting in flatten(document).items():
@@ -150,21 +132,14 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return a module's multiplier of ``kind`` (such as ``lr``) x the depth multiplier, for each layer.
-
-    A module outside the layers has one number, without the depth multiplier.
-    """
+    """Return a module's multiplier of ``kind``: x the depth multiplier for each layer, or one outside the layers."""
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the table of the multipliers in a study's best recipe, or None without multipliers.
-
-    Rows are modules, columns are `multiplier_kinds`. A cell is a band of colours, one for each layer. If there are
-    depth multipliers, they are in an additional first row.
-    """
+    """Return the table of the multipliers in a study's best recipe, or None without multipliers."""
     kinds = multiplier_kinds(recipe, space)
     if not kinds:
         return None

@@ -38,8 +38,6 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class ServedPage:
-    """What ``leaven serve`` adds to a page."""
-
     links: Mapping[str, str]  # addresses of the pages in the navigation, by name
     here: str  # the name of this page in ``links``, or ""
     tag: str = ""  # the ETag of this page; "" if the page never changes by itself
@@ -59,13 +57,9 @@ def served(page: ServedPage) -> Iterator[None]:
 
 
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
-    """Return the HTML of a template in ``templates/``. Every text in ``context`` is escaped, and
-    secrets in it become ``***``.
+    """Return the HTML of a template in ``templates/``. Texts in ``context`` are escaped, with ``***`` for secrets.
 
-    ``charts`` has the charts by name. A chart without data is None.
-
-    Raises:
-        InputError: if plotly is missing and the page is not for ``leaven serve``.
+    Raise InputError if plotly is missing and the page is not for ``leaven serve``.
     """
     drawn = {name: figure for name, figure in charts.items() if figure is not None}
     here = _SERVED.get()

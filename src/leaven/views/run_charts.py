@@ -37,7 +37,6 @@ def colours(count: int) -> list[str]:
 
 
 def _loss(runs: Coloured, x: Figure) -> Figure:
-    """Draw the loss of every step (faint line), the smoothed loss (strong line) and the validation losses (dots)."""
     faint, strong, dots = [], [], []
     for run, colour in runs:
         losses = _values(run, "loss")
@@ -53,8 +52,7 @@ def _second_half(runs: Coloured, end: int) -> Figure:
     for run, colour in runs:
         smoothed = [point for point in _smoothed(_values(run, "loss")) if point[0] >= end / 2]
         seen += [loss for tokens, loss in [*smoothed, *run.validation, *run.averaged] if tokens >= end / 2]
-        even = charts.thin(smoothed, 250, logarithmic=False)
-        lines.append(_line(run, colour, even, " nats per token", width=1.5))
+        lines.append(_line(run, colour, charts.thin(smoothed, 250, logarithmic=False), " nats per token", width=1.5))
         dots += _validations(run, colour, end / 2)
     room = (0.06 * (max(seen) - min(seen)) or 0.1) if seen else 0.0
     y = {"range": [min(seen) - room, max(seen) + room]} if seen else {}
@@ -97,7 +95,6 @@ def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
 
 
 def _logarithmic(title: str, lines: Sequence[Figure], x: Figure, spell: charts.Spell) -> Figure | None:
-    """Draw lines over tokens, with a logarithmic y axis. Return None if the lines have no points."""
     seen = [value for line in lines for value in line["y"]]
     if not seen:
         return None

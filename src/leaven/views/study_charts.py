@@ -18,8 +18,6 @@ from leaven.views.folders import StudyView
 
 @dataclass(frozen=True)
 class TrialMark:
-    """The symbol, colour and legend label of a kind of trial."""
-
     label: str
     symbol: str  # plotly's name of the symbol; the macro `mark` in search.html.j2 draws it in legends
     colour: str
@@ -63,10 +61,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss on the axis of the search chart.
-
-    The chart draws trials with a higher loss at its upper edge.
-    """
+    """Return the lowest and highest loss on the axis of the search chart. Higher losses are drawn at its edge."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
@@ -143,9 +138,7 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
     """Draw the predicted loss over one hyperparameter, in nats above the loss of the best point.
 
-    The band is one standard deviation on each side. In the grey region, the loss is flat within the noise. The red
-    area is the probability of divergence. Crosses are diverged trials, ticks are complete trials. ``depth`` and
-    ``height`` are the lowest and the highest loss in the chart, in nats above the best point (``depth`` <= 0).
+    The chart reaches from ``depth`` <= 0 to ``height``. The band is one standard deviation on each side.
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)
@@ -204,10 +197,7 @@ Curves = Mapping[int, Sequence[Point]]  # points (tokens, loss) by the number of
 
 
 def known_curves(study: StudyView) -> Curves:
-    """Return the loss curve of each trial by trial number, without points at 0 tokens.
-
-    Curves with fewer than two points are left out.
-    """
+    """Return the loss curves by trial number, without points at 0 tokens and curves of fewer than two points."""
     curves = {trial.number: [point for point in trial.curve if point[0] > 0] for trial in study.trials}
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 

@@ -55,10 +55,7 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Return the charts of a search, and the variable ``view`` of ``search.html.j2``.
-
-    Both are empty until a trial is complete.
-    """
+    """Return the charts of a search and the ``view`` of ``search.html.j2``, both empty before a complete trial."""
     if study.start_loss is None:
         return {}, {}
     kinds, slices = study_charts.by_kind(study), study_charts.slices(study)
@@ -153,8 +150,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
     """Return the command that repeats a study, with the file ``recipe`` and the study folder ``folder``."""
-    counted = str(max(study.ended, 1))
-    options = ["--study", folder, "--trials", counted, "--method", study.method]
+    options = ["--study", folder, "--trials", str(max(study.ended, 1)), "--method", study.method]
     if isinstance(study.centre, Recipe):
         options += ["--space", _space(study, study.centre)]
         options += ["--command", study.command, "--loss", study.loss_pattern] if study.command else []

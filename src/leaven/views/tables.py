@@ -35,8 +35,7 @@ class Column:
 class Table:
     """A table whose rows are known before it is printed.
 
-    If the table is too wide for the terminal, it drops optional columns (``Column.drop``), then narrows the gaps
-    between columns. Last, it replaces columns that have the same number in all rows by a line below the table.
+    If it is too wide, it drops optional columns, narrows the gaps, and moves constant columns to a line below it.
     """
 
     columns: Sequence[Column]
@@ -96,10 +95,7 @@ class Table:
 
 
 class RowByRow:
-    """A table that is printed row by row, in columns of fixed width. Optional columns that do not fit are left out.
-
-    ``widths`` maps the index of each printed column in ``columns`` to its width in characters.
-    """
+    """A table that is printed row by row, in columns of fixed width, without optional columns that do not fit."""
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
         self._columns = columns
@@ -133,10 +129,9 @@ class Facts:
         self._indent = indent or 2 + max(len(label) for label, _ in facts)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        room = options.max_width - self._indent
         for label, parts in self._facts:
             head: Cell = label
-            for line in joined(parts, room):
+            for line in joined(parts, options.max_width - self._indent):
                 yield Text.assemble(head, " " * (self._indent - len(head)), line)
                 head = ""
 

@@ -48,11 +48,7 @@ def findings(
         return _SEVERITIES.index(one.severity) if one else len(_SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes (the mildest findings) a suggestion adds, or None if the suggestion is rejected.
-
-        A suggestion is rejected if the changed recipe is invalid, if the check ``name`` still has a finding, or if a
-        finding above a note is new or more severe than before.
-        """
+        """Return the number of notes that a suggestion adds, or None if the suggestion is rejected."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid
@@ -139,7 +135,6 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return ``check``, filled in for the recipe of ``case``, or None if it does not apply to this recipe."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)
@@ -149,8 +144,7 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit of ``checks.toml`` as a number. The text ``1.5 most / 2`` means 1.5 x ``facts["most"]`` / 2. The
-    factor and the divisor may be left out."""
+    """Return a limit of ``checks.toml`` as a number. ``1.5 most / 2`` means 1.5 x ``facts["most"]`` / 2."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")
@@ -166,6 +160,5 @@ def _distance(check: Check, value: float) -> float:
 
 
 def _within(check: Check, value: float, bounds: Sequence[float]) -> bool:
-    """Return whether a value is within bounds, give or take 2%. Published values are rounded."""
     least, most = (_distance(check, bound) for bound in bounds)
     return (least if least <= 0 else least / _ROUNDING) <= _distance(check, value) <= most * _ROUNDING

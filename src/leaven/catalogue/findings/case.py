@@ -129,7 +129,6 @@ class Case:
 
     @cached_property
     def params(self) -> int:
-        """Return the number of parameters that a token uses."""
         return self.recipe.model.params_active
 
     @cached_property
@@ -142,7 +141,6 @@ class Case:
 
     @cached_property
     def size(self) -> RunSize:
-        """Return the recipe's model and tokens, with the published runs nearest in size."""
         model = self.recipe.model
         near = neighbours(
             self.params,
@@ -155,7 +153,6 @@ class Case:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return published runs with a comparable lr, nearest in size first. For a dense recipe, only dense runs."""
         kinds = {"dense", "moe"} if self.recipe.model.experts else {"dense"}
         known = (run for run in load_runs() if run.kind in kinds and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
@@ -167,7 +164,6 @@ class Case:
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of the runs that resemble the recipe in norms, size, lr and batch."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -185,10 +181,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, without the last matrix of each residual branch.
-
-        Weights with a std of 0 are left out. If there are no others, return 0.
-        """
+        """Return the median init std of the hidden weights, without the last matrix of each residual branch."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -221,8 +214,7 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return {path: new value} for a hyperparameter, so that its median over the hidden weights is about
-        ``wanted``.
+        """Return {path: new value} of a hyperparameter, for a median over the hidden weights of about ``wanted``.
 
         ``to`` rounds the new value to two digits: ``math.floor`` down, ``math.ceil`` up. Betas ignore ``to``.
         """
@@ -252,9 +244,6 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return changes that set the run length to ``tokens``.
-
-        If the warm-up is longer than the new run, set the warm-up to 1% of the new run.
-        """
+        """Return changes that set the run length to ``tokens``, and a warm-up longer than that to 1% of it."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

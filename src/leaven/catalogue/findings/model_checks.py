@@ -14,10 +14,7 @@ from leaven.recipe.init_std import usual_std
 
 
 def init_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std with sqrt(1 / (3 d_model)). BigScience's 104B model diverged at 3.7 times this value.
-
-    Return None if the recipe has no init std of hidden weights to compare.
-    """
+    """Compare the init std with sqrt(1 / (3 d_model)). BigScience's 104B model diverged at 3.7 times this value."""
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:
         return None
@@ -69,10 +66,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
 
 
 def branch_stds(check: Check, case: Case) -> Check | None:
-    """Compare the init_std multipliers of the last matrices of all residual branches, which should be about equal.
-
-    Return None if all are 0, or if ``init`` is not "rule".
-    """
+    """Compare the init_std multipliers of the last matrices of all residual branches, which should be about equal."""
     tuned = case.recipe.hyperparameters
     multipliers = {end: tuned.modules.get(end, Multipliers()).init_std for end in case.recipe.model.branch_ends}
     nonzero = {module: std for module, std in multipliers.items() if std}
@@ -92,11 +86,7 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Add facts about the dropout of published runs. Return None if the recipe is known to train for
-    more than 1.5 epochs.
-
-    Dropout prevents memorising, which hardly happens within about one epoch.
-    """
+    """Add facts about published dropout, which prevents memorising. Within one epoch that hardly happens."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
@@ -138,8 +128,7 @@ def mlp_ratio(check: Check, case: Case) -> Check | None:
 
 
 def expert_width(check: Check, case: Case) -> Check | None:
-    """Compare w / d_model with published MoEs, where w is the total width of the experts that a token uses. Return
-    None for a model without experts."""
+    """Compare w / d_model with published MoEs, where w is the total width of the experts that a token uses."""
     model = case.recipe.model
     if not model.experts:
         return None
@@ -180,10 +169,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return ``check`` with ``changes``. Set its ``runs`` to the published MoEs that have a value for it.
-
-    The lowest and the highest of these values become the facts ``least`` and ``most``.
-    """
+    """Return ``check`` with ``changes``, and with the published MoEs that have a value for it as ``runs``."""
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]

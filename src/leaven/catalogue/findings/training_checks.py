@@ -56,10 +56,7 @@ def lr(check: Check, case: Case) -> Check | None:
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
-    """Compare the recipe's lr with the highest lr of the nearest published runs without QK-norm.
-
-    Return None if the recipe's model has QK-norm, or if there are no such runs.
-    """
+    """Compare the recipe's lr with the highest lr of the nearest published runs without QK-norm."""
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None
@@ -104,7 +101,6 @@ def z_loss(check: Check, case: Case) -> Check | None:
 
 
 def z_loss_weight(check: Check, case: Case) -> Check | None:
-    """Compare a z-loss coefficient above 0 with the published values."""
     return replace(check, of_run=lambda run: term(run, check.path)) if check.value else None
 
 
@@ -118,18 +114,13 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Return the check, or None if the scaling rule changes the weight decay or the optimizer is ``adam``."""
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
     return None if moved or tuned.optimizer == "adam" else check
 
 
 def l2_decay(check: Check, case: Case) -> Check | None:
-    """Report a weight decay with the optimizer ``adam``, which adds it to the gradient.
-
-    Published decays are for AdamW, even if a paper says Adam, so they cannot be compared. Return None for another
-    optimizer, or without weight decay.
-    """
+    """Report a weight decay with ``adam``, which adds it to the gradient. Published decays are for AdamW."""
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 
@@ -139,11 +130,7 @@ def muon(check: Check, case: Case) -> Check | None:
 
 
 def muon_lr(check: Check, case: Case) -> Check | None:
-    """Compare Muon's lr, converted to AdamW's scale, with published lrs. Return None if Muon updates no matrix, or if
-    no lr is published.
-
-    The published lrs are from the nearest Adam and AdamW runs, and from all Muon runs of a similar size.
-    """
+    """Compare Muon's lr, converted to AdamW's scale, with the lrs of near Adam, AdamW and Muon runs."""
     value = case.muon("lr")
     near = [run for run in _with_muon() if size_ratio(run, case.params) <= FACTOR]
     known = sorted([*case.near(attrgetter("peak_lr")), *(run.peak_lr for run in near if run.peak_lr)])

@@ -94,10 +94,7 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Copy a tuned base's hyperparameters into the draft.
-
-    ``tokens`` is the length of the draft's run. The warm-up is scaled to this length.
-    """
+    """Copy a tuned base's hyperparameters into the draft. The warm-up is scaled to a run of ``tokens`` tokens."""
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

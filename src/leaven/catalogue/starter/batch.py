@@ -53,9 +53,7 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
-    """Return a published run's batch growth as a recipe's ``ramp`` or ``stages``, or None if impossible.
-
-    The growth is scaled to the new run's length.
+    """Return a run's batch growth, scaled to the new length, as ``ramp`` or ``stages``; None if impossible.
 
     Args:
         tokens, batch: length and full batch of the new run, in tokens.

@@ -89,8 +89,7 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
 
 
 def widths_of_experts(near: Neighbours) -> Votes:
-    """Return the neighbours' values of w / d_model and their weighted median. w is the total width of the experts
-    that a token uses."""
+    """Return the neighbours' w / d_model and its weighted median. w is the total width of a token's experts."""
     return near.middle(near.values(attrgetter("expert_ratio")))
 
 
@@ -179,7 +178,6 @@ class Evidence:
 
     @property
     def middle(self) -> float:
-        """Return the weighted geometric mean of the laws' median and the runs' median."""
         return math.exp(self.weight * math.log(self.laws.value) + (1 - self.weight) * math.log(self.runs.value))
 
     @property
@@ -228,8 +226,7 @@ class StarterDraft:
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
         """Set the value at ``path``, and add the step ``title`` (:meth:`step`) with the sources of ``evidence``.
 
-        ``message`` names two templates: the value's reason and the step's text. Both are filled in with ``evidence``
-        and ``facts``.
+        ``message`` names two templates, for the reason and for the step, filled in with ``evidence`` and ``facts``.
         """
         self.uncertain[title] = {"spread": evidence.spread}
         self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)
@@ -238,8 +235,7 @@ class StarterDraft:
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Add a step named ``title`` to :attr:`steps`, with all values decided since the previous step.
 
-        The step's text is the template ``message`` (or else ``title``), filled in with ``facts`` and the recipe
-        so far.
+        The step's text is the template ``message`` or else ``title``, filled in with ``facts`` and the recipe so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):

@@ -172,7 +172,6 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """Return the std of hidden weights at ``width`` by each common formula."""
     return {
         "mt-nlg sqrt(1/(3d))": usual_std(width),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),

@@ -181,7 +181,6 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int)
     each = params * length / (model.params_active * tokens)
     trials = trials_worth(each)
     known = "safe" if params >= SAFE * 0.8 else "smallest" if params >= SMALLEST * 0.8 else "below"
-    evidence = sentence("tuning", f"evidence: {known}", {"smallest": SMALLEST, "experts": model.experts})
     return Proxy(
         shape=shape,
         params=shape.params,
@@ -190,7 +189,7 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int)
         batch_tokens=sequences * shape.seq_len,
         trials=trials,
         cost=trials * each,
-        evidence=evidence,
+        evidence=sentence("tuning", f"evidence: {known}", {"smallest": SMALLEST, "experts": model.experts}),
     )
 
 

@@ -92,8 +92,7 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 def vocabulary(params: int, width: float, usual: float) -> int:
     """Return the size in `VOCABULARIES` nearest to ``usual``, or the next smaller one whose embedding fits.
 
-    An embedding of ``width`` fits if it has at most `VOCABULARY_SHARE` of ``params``. If no embedding fits, return
-    the smallest size.
+    An embedding of ``width`` fits if it has at most `VOCABULARY_SHARE` of ``params``. The smallest always fits.
     """
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
@@ -109,9 +108,8 @@ def shape_of(
 ) -> ModelShape:
     """Return a shape with about ``params`` parameters and with proportions near ``proportions``.
 
-    Of the shapes whose size is within `TOLERANCE` of ``params``, return the one with the nearest proportions. If
-    there is none, return the shape with the nearest size. Numbers of layers that suit pipeline stages are preferred
-    (`_UNEVEN`).
+    Of the shapes within `TOLERANCE` of ``params``, return the one with the nearest proportions; if there is none, the
+    one with the nearest size. Numbers of layers that suit pipeline stages are preferred (`_UNEVEN`).
 
     Args:
         usual: the width to start from. Widths up to 3 times smaller or larger are tried.
@@ -146,10 +144,7 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None, d_expert: int | None = None) -> dict[str, Any]:
-    """Return the model field ``d_ff``, and for a mixture of experts also the field ``experts``.
-
-    ``width`` is the total width of the MLPs that a token uses.
-    """
+    """Return the model fields ``d_ff`` and, if any, ``experts`` for MLPs of ``width`` that a token uses in total."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -159,10 +154,7 @@ def _mlp(width: int, experts: Mapping[str, Any] | None, d_expert: int | None = N
 
 
 def _experts_of(request: StarterRequest, run: PublishedRun | None) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, or None for a dense model.
-
-    Values of the reference run ``run`` are used where they are known.
-    """
+    """Return the fields of :class:`Experts` except d_expert, with the values that ``run`` publishes."""
     if request.experts is None:
         return None
     number, active = request.experts
@@ -182,8 +174,7 @@ def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
 def _widths(usual: float, proportions: Proportions) -> list[int]:
     """Return the widths to choose from: multiples of ``proportions.unit`` between 1/3 and 3 times ``usual``.
 
-    If some of them are round (``_ROUND``) or equal to the width of the reference run, return only those.
-    If no multiple is in this range, return the unit.
+    If some are round (``_ROUND``) or the reference run's width, return only those. If none is in range, the unit.
     """
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
@@ -228,7 +219,6 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Return the shape nearest to the requested size, with the proportions from :func:`_proportions`."""
     run, arch = near.reference, near.reference.arch if near.reference else None
     width = _usual_width(request, near)
     stack = _stack_of(run) if run else _STACK
@@ -257,10 +247,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 def _proportions(
     near: Neighbours, aspect: float, width: float, activation: str, experts: Mapping[str, Any] | None
 ) -> Proportions:
-    """Return the proportions of the model: ``aspect``, and the others as in the reference run.
-
-    If there is no reference run, or it does not publish a proportion, the proportion has its usual value.
-    """
+    """Return ``aspect`` and the other proportions: those that the reference run publishes, else the usual ones."""
     run = near.reference
     arch = run.arch if run else PublishedArchitecture(source="none", confidence="file")
     heads: dict[str, Any]
@@ -282,12 +269,10 @@ def _proportions(
         ratio = float(widths_of_experts(mixtures(near.params)).value)
     elif arch.d_ff and arch.d_model:
         ratio = arch.d_ff / arch.d_model
-    known = arch.d_model if experts or "group" in heads else None
-    return Proportions(aspect, ratio, **heads, width=known)
+    return Proportions(aspect, ratio, **heads, width=arch.d_model if experts or "group" in heads else None)
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return d / L of the reference run, or else the neighbours' median."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
@@ -298,7 +283,6 @@ def _usual_width(request: StarterRequest, near: Neighbours) -> float:
 
 
 def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> float:
-    """Return the embedding's approximate share of the parameters that a token uses."""
     return vocab * _usual_width(request, near) / request.params_active
 
 
@@ -328,10 +312,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage in ``near.of_size()``, without runs before :data:`RECENT`.
-
-    If no run is left, return all runs of ``near``.
-    """
+    """Return the newest run of each lineage near in size, from `RECENT` on, or all of ``near`` if there are none."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 

@@ -200,11 +200,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
-    """Write precision, scaling rule and ``scaling.base`` to the draft.
-
-    The shape in ``scaling.base`` comes from the reference run ``at.reference`` if its shape is known, otherwise from
-    ``base``.
-    """
+    """Write precision, scaling rule and ``scaling.base`` to the draft; its shape is the reference run's, if known."""
     model, run, shape = at.model, at.reference, base.size.model
     if _precision(model) == "fp32":
         draft.decide("precision.compute", "fp32", "precision of a small model")

@@ -29,8 +29,6 @@ SAME_START = 1e-3
 
 @dataclass(frozen=True)
 class ParameterSettings:
-    """The initial distribution, the optimizer settings and the output multiplier of a parameter."""
-
     init_mean: float
     init_std: float
     lr: float  # peak learning rate
@@ -97,7 +95,6 @@ class ResolvedRecipe:
 
     @property
     def cooldown_tokens(self) -> int:
-        """The number of tokens in the decay phase of ``wsd``."""
         recipe = self.recipe
         left = recipe.data.tokens - recipe.schedule.warmup_tokens
         return min(round(recipe.schedule.decay_ratio * recipe.data.tokens), left)
@@ -124,10 +121,7 @@ class ResolvedRecipe:
 
     @property
     def accumulate(self) -> int:
-        """The number of micro-batches that a data-parallel rank accumulates in a step with the full batch.
-
-        The full batch is the batch after the batch ramp, if there is one.
-        """
+        """The number of micro-batches that a data-parallel rank accumulates in a step, after any batch ramp."""
         return self.sequences // self.recipe.layout.dp // self.micro_batch
 
 

@@ -47,8 +47,7 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the init std from a config.json. ``file`` is the name of the config.json, and
-        appears in the recorded reason for each value."""
+        """Set the model shape and the init std from a config.json, which the reasons call ``file``."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -129,7 +128,6 @@ class Draft:
                     self.set(f"hyperparameters.modules.{module}.{quantity}", float(f"{share:.12g}"), reason)
 
     def shape(self) -> ModelShape:
-        """Return the model shape of the values under ``model``."""
         values: dict[str, Any] = {}
         for path, value in self.values.items():
             if path.startswith("model."):
@@ -191,8 +189,7 @@ class Settings:
     prefix: str = ""  # text before the name of a setting, such as "--"
     suffix: str = ""  # text after the names of settings in a reason
     given: dict[str, Any] = field(default_factory=dict)
-    # by setting whose value only the running script knows: the unknown part, such as "$LR"
-    unset: dict[str, str] = field(default_factory=dict)
+    unset: dict[str, str] = field(default_factory=dict)  # by setting: what only the script knows, such as "$LR"
 
     def __contains__(self, name: str) -> bool:
         return name in self.given
@@ -236,10 +233,7 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str) -> Any:
-        """Return the recipe's value for the setting ``name``, from ``table[name]["values"]``.
-
-        Raise InputError for a value that is not listed there.
-        """
+        """Return the recipe's value for a setting, from ``table[name]["values"]``, or raise InputError."""
         known = self.table[name]["values"]
         if isinstance(known, Mapping) and self[name] not in known:
             raise InputError(f"{self.label(name)} {self[name]}: leaven supports only {', '.join(known)}")
@@ -307,10 +301,7 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the value of ``key`` from the nearest published run that has one, and a text that names the run.
-
-    The distance of a run is in model size and number of tokens, as in `nearest`.
-    """
+    """Return the value of ``key`` from the nearest published run that has one, and a text that names the run."""
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):

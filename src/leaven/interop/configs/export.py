@@ -77,11 +77,7 @@ def default_path(name: str, recipe_name: str) -> str:
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Return the files for a target, the recipe's values that the target cannot represent, and notes.
-
-    Raises:
-        InputError: if the target is unknown, or cannot use the recipe's layout, batch or model at all.
-    """
+    """Return the export of a recipe, or raise InputError if the target cannot use its layout, batch or model."""
     to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
         architecture, changes = nearest(recipe.model, trained=True)
@@ -198,8 +194,7 @@ def _unwritten(to: Target, recipe: Recipe) -> Iterator[str]:
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the ``[[lost]]`` or ``[[notes]]`` rows of an export target, with templates and expressions evaluated.
 
-    A row is left out if its expression ``when`` is false. ``known`` maps the variables of templates and expressions
-    to their values.
+    A row is left out if its expression ``when`` is false. ``known`` has the variables.
     """
 
     def evaluated(expression: str) -> Any:
@@ -255,5 +250,4 @@ def _yaml(value: Any) -> str:
 
 
 def _literal(quote: Callable[[str], str]) -> Callable[[Any], str]:
-    """Return a function that converts a value to text: a string with ``quote``, any other value with ``repr``."""
     return lambda value: quote(value) if isinstance(value, str) else repr(_digits(value))

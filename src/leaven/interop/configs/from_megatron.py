@@ -20,9 +20,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     """Convert a shell script, or a list of Megatron's arguments, to a recipe called ``name``.
 
     ``origin`` names the script in messages. ``ranks`` is the number of processes of the run, if known.
-
-    Raises:
-        InputError: if a flag is missing, or if leaven does not support its value. The message names the flag.
+    Raise InputError if a flag is missing, or if leaven does not support its value.
     """
     given = _read_flags(text, Draft(origin))
     draft = given.draft
@@ -90,17 +88,13 @@ def _read_flags(text: str, draft: Draft) -> Settings:
 
 
 def _require_neutral(flags: Settings, flag: str) -> None:
-    """Raise InputError if ``flags.table`` has a ``neutral`` value for a flag and the flag has another value."""
     row = flags.table[flag]
     if "neutral" in row and flags[flag] != row["neutral"]:
         raise InputError(f"{flags.label(flag)} {flags.given[flag]:g}: leaven does not have {row['other']}")
 
 
 def _list_ignored(given: Settings) -> None:
-    """Add to ``draft.unread`` the given flags that no reason or note of the draft names.
-
-    Leave out flags with their neutral or default value, and flags with ``unused`` in the table.
-    """
+    """Add to ``draft.unread`` the given flags that have an effect and that no reason or note of the draft names."""
     draft = given.draft
     named = set(re.findall(r"--([a-z0-9-]+)", "\n".join([*draft.why.values(), *draft.unknown, *draft.unread])))
     for flag, value in given.given.items():
@@ -186,7 +180,6 @@ def _kind(given: Settings) -> None:
 
 
 def _positions(given: Settings) -> None:
-    """Set the kind of positions, the rotary fraction and the sequence length."""
     rotary = "use-rotary-position-embeddings" in given or given["position-embedding-type"] == "rope"
     if rotary:
         given.put("model.positions", "rope", "use-rotary-position-embeddings", "position-embedding-type")
@@ -199,7 +192,6 @@ def _positions(given: Settings) -> None:
 
 
 def _documents(given: Settings) -> None:
-    """Set in ``given.draft`` whether documents are isolated."""
     draft, flags = given.draft, ("reset-attention-mask", "reset-position-ids")
     alone = [flag for flag in flags if flag in given]
     if len(alone) == 2:
@@ -219,10 +211,7 @@ def _documents(given: Settings) -> None:
 
 
 def _window(given: Settings) -> None:
-    """Set ``model.window`` and ``model.global_every`` (every n-th layer has no window) from Megatron's flags.
-
-    Raise InputError for windows that a recipe cannot express.
-    """
+    """Set ``model.window`` and ``model.global_every`` (every n-th layer has no window) from Megatron's flags."""
     written = given["window-size"]
     sides = re.fullmatch(r"\(?(-1|\d{1,9}),0\)?", written.replace(" ", ""))
     if not sides:
@@ -263,7 +252,6 @@ def _pattern(word: str, layers: int) -> str:
 
 
 def _experts(given: Settings) -> None:
-    """Set the values of [model.experts]: sizes, layers without experts, router, and how the load is balanced."""
     origin, draft = given.origin, given.draft
 
     def put(key: str, value: object, *flags: str) -> None:
@@ -300,8 +288,7 @@ def _experts(given: Settings) -> None:
         )
     bias, loss = "moe-router-enable-expert-bias" in given, kind != "none" and coefficient > 0
     balance = {(True, True): "both", (True, False): "bias", (False, True): "loss", (False, False): "none"}[bias, loss]
-    flags = ("moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-router-enable-expert-bias")
-    put("balance", balance, *flags)
+    put("balance", balance, "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-router-enable-expert-bias")
     if bias:
         put("bias_step", given["moe-router-bias-update-rate"], "moe-router-bias-update-rate")
     if loss:
@@ -409,10 +396,7 @@ def _schedule(given: Settings, length: int) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(*flags: str) -> tuple[str, int | None]:
-        """Return the first given flag, and its value in tokens. The names of ``flags`` end with -samples or -iters.
-
-        The value is None if no flag is given, or if the flag counts iterations and the batch size is not known.
-        """
+        """Return the first given flag, and its value in tokens if known. ``flags`` end with -samples or -iters."""
         flag = next((flag for flag in flags if flag in given), "")
         size = length if flag.endswith("-samples") else batch
         return flag, int(given[flag] * size) if flag and size is not None else None

@@ -207,8 +207,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> Non
     policy = document.get("activation_checkpoint")
     if not isinstance(policy, dict | None):
         raise InputError(f"{draft.origin}: activation_checkpoint {policy!r} must be an object or null")
-    selective = policy is not None and len(policy) > 3  # full recomputation has three settings, selective more
-    recompute = "none" if policy is None else "selective" if selective else "full"
+    recompute = "none" if policy is None else "selective" if len(policy) > 3 else "full"  # full has three settings
     draft.set("layout.recompute", recompute, "activation_checkpoint")
 
 
@@ -265,8 +264,7 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
 def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> str:
     """Return how torchtitan initialises the weight of ``module``, as text such as ``<function ones_ at 0x7f>``.
 
-    ``where``: torchtitan's saved configuration of the model, or of the module's layer. ``tied``: whether the model
-    has tied embeddings. ``fused``: whether the matrices of queries, keys and values are one.
+    ``where``: the saved model, or the module's layer in it. ``fused``: queries, keys and values are one matrix.
     """
     place = SAVED[module]
     if module == "embedding" and tied:
@@ -279,10 +277,7 @@ def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> 
 
 
 def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
-    """Read the repr of an initialisation function and return the mean and std of its random values.
-
-    An example of ``text`` is ``partial(<function normal_>, std=1)``. Raise InputError if the function is unknown.
-    """
+    """Return the mean and std of an initialisation function from its repr, ``partial(<function normal_>, std=1)``."""
     kinds = ("normal_", "trunc_normal_", "ones_", "zeros_", "constant_")
     kind = next((each for each in kinds if f"function {each}" in text), None)
     stated = {key: float(value) for key, value in re.findall(r"(\w+)=([\d.e+-]+)", text)}

@@ -68,11 +68,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None, ranks: int | None) -> None:
-    """Set the draft's training values from ``arguments_path``, or without it from trainer_state.json and defaults.
-
-    Add to ``draft.unknown`` the values that no file states. Without ``arguments_path``, add a training_args.bin to
-    ``draft.unread``, because leaven cannot read it. ``ranks`` is the number of processes, if known.
-    """
+    """Set the draft's training values from ``arguments_path``, or without it from trainer_state.json and defaults."""
     shape = model.shape
     leaven = model.config.get("leaven")  # what an export of leaven adds
     if not isinstance(leaven, dict):
@@ -110,12 +106,7 @@ def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None
 
 
 def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
-    """Set the coefficient of the balance loss, if config.json turns this loss on.
-
-    Args:
-        layers: number of layers with experts.
-        active: number of routed experts that a token uses.
-    """
+    """Set the balance loss. ``layers``: those with experts. ``active``: the experts that a token uses."""
     if not config.get("output_router_logits") or "router_aux_loss_coef" not in config:
         draft.unknown.append(f"model.experts.balance_loss: {CONFIG} uses no balance loss; leaven's default is used")
         return
@@ -127,8 +118,7 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 def _paths(path: Path) -> tuple[Path, Path | None]:
     """Return the paths of config.json and training_args.json, or None for a missing training_args.json.
 
-    ``path`` is a model's folder or one of the two files; a config.json may have another name. Raise InputError if
-    ``path`` or config.json does not exist.
+    ``path`` is a model's folder or one of the two files; a config.json may have another name.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
@@ -176,8 +166,7 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
         draft.guess_tokens(shape)  # before the schedule, which may need it
     if given["bf16"] and given["fp16"]:
         raise InputError(f"{draft.origin}: bf16 and fp16 are two precisions; remove one")
-    compute = "bf16" if given["bf16"] else "fp16" if given["fp16"] else "fp32"
-    given.put("precision.compute", compute, "bf16", "fp16")
+    given.put("precision.compute", "bf16" if given["bf16"] else "fp16" if given["fp16"] else "fp32", "bf16", "fp16")
     warmup = given["warmup_steps"] or given["warmup_ratio"]
     if given["warmup_ratio"] >= 1 and not given["warmup_steps"]:
         raise InputError(
@@ -216,7 +205,6 @@ def _batch(given: Settings, seq_len: int, ranks: int) -> None:
 
 
 def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
-    """Set the batch, the number of tokens and the lr from a trainer_state.json."""
     fields = {key: {"kind": "count", "min": 1} for key in ("max_steps", "train_batch_size")}
     given = Settings(draft, f"{draft.origin}: {STATE}", fields, default="", suffix=f" of {STATE}", given=document)
     batch = given["train_batch_size"] * ranks * seq_len
@@ -234,7 +222,6 @@ def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> 
 
 
 def _schedule(given: Settings) -> None:
-    """Set the decay of the lr from lr_scheduler_type and lr_scheduler_kwargs. ``constant`` has no warm-up."""
     draft = given.draft
     kind, why, peak = given["lr_scheduler_type"], given.why("lr_scheduler_type"), draft.values["hyperparameters.lr"]
     schedule = TABLE["schedules"].get(kind)

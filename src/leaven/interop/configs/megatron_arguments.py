@@ -25,12 +25,8 @@ _OTHER_FILES = re.compile(r"^[^\w\n]*num[-_]layers(?::\s| ?\.{3})", re.MULTILINE
 
 @dataclass
 class Arguments:
-    """The arguments of Megatron-LM in a script or list."""
-
-    # The name of each flag -> the words after it
-    flags: dict[str, list[str]] = field(default_factory=dict)
-    # Each flag without a known value -> what is unknown, such as $LR
-    unknown: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, list[str]] = field(default_factory=dict)  # the words after each flag
+    unknown: dict[str, str] = field(default_factory=dict)  # by flag: what is unknown of its value, such as $LR
     open: list[str] = field(default_factory=list)  # what may have more flags, such as $@
     defaults: list[str] = field(default_factory=list)  # variables whose default is used
 

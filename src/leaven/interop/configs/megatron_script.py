@@ -112,7 +112,6 @@ class _Word:
 
     @property
     def assignment(self) -> re.Match[str] | None:
-        """The match of an assignment NAME=, NAME+= or NAME[...]= at the start of the word, or None."""
         return _ASSIGNMENT.fullmatch(self.pieces[0].text) if self.pieces and not self.pieces[0].quoted else None
 
 
@@ -171,7 +170,6 @@ class Lexer:
         return found
 
     def refuse(self, what: str, at: int | None = None) -> NoReturn:
-        """Raise InputError for a script that leaven cannot read."""
         line = self._line or self._text.count("\n", 0, max(self._at - 1, 0) if at is None else at) + 1
         raise InputError(f"{self._origin}: leaven cannot read line {line} ({what}); {ADVICE}")
 
@@ -288,7 +286,6 @@ class Script:
         return name in self._extended or name in self._with_flags or bool(_FLAGS_BY_NAME.search(shown))
 
     def run(self, text: str) -> None:
-        """Read the commands of a script."""
         self._charge(text, at_least=2**13)  # so that scripts within scripts end
         lexer, open_blocks = Lexer(text, self._origin, self._line), len(self._blocks)
         command: list[_Word] = []
@@ -338,10 +335,7 @@ class Script:
         return []
 
     def _execute(self, words: list[_Word], certain: bool) -> None:
-        """Record the variables that a command assigns, or the arguments of a training command.
-
-        ``certain``: whether the command always runs, and in this shell.
-        """
+        """Record what a command assigns, or a training command. ``certain``: it always runs, and in this shell."""
         command = list(dropwhile(lambda word: word.assignment or word.text in {"command", "builtin"}, words))
         program = command[0].text if command else ""
         for opened in (re.fullmatch(r"\{(\w+)\}", word.text) for word in words):  # as in exec {LOG}>file

@@ -100,12 +100,11 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
     """Return the variables of Megatron's template that are the same in every :class:`Candidate`."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
-    # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
-    # tp divides the vocabulary.
-    multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
     return {
         "batch_stages": " ".join(stages),  # for each batch size: first token and sequences
-        "vocabulary_multiple": multiple,
+        # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
+        # tp divides the vocabulary.
+        "vocabulary_multiple": math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1,
         "samples": -(-recipe.data.tokens // shape.seq_len),
         "router_losses": run.table.router_losses,
     }
@@ -140,10 +139,9 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield two candidates for nanotron: one with the scaling method ``NUM_LAYERS``, and one with ``NONE``.
+    """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    ``NUM_LAYERS`` divides the init std of the last matrix of each branch by sqrt(2 n_layers). nanotron has one lr,
-    one pair of betas and one eps for all parameters.
+    The scaling method ``NUM_LAYERS`` divides the init std of the last matrix of each branch by sqrt(2 n_layers).
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -158,8 +156,7 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
     end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
     scalar = round(1 / run.table.attention_scale**2)  # a whole number in litgpt
-    given = _alike(run, matrix, end, base)
-    yield Candidate(given, 1 / math.sqrt(scalar), {"attention_scores_scalar": scalar})
+    yield Candidate(_alike(run, matrix, end, base), 1 / math.sqrt(scalar), {"attention_scores_scalar": scalar})
 
 
 def _alike(
@@ -225,12 +222,8 @@ def _by_pattern(
 ) -> list[tuple[str, tuple[float, ...]]]:
     """Return a pair (regular expression, values) for each group. The first expression that matches a name decides.
 
-    The last expression is ``.*``, with the values of the largest group.
-
-    Args:
-        groups: parameter names by the values that they share.
-        blocks: path of the model's list of blocks.
-        end: regular expression for the end of the names.
+    ``groups`` has parameter names by the values that they share. ``blocks`` is the path of the list of blocks, and
+    ``end`` a regular expression for the end of the names.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -271,10 +264,7 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the configuration for transformers. There is only one candidate.
-
-    A fused matrix gets the lr, eps and weight decay of its first part.
-    """
+    """Yield the only candidate. A fused matrix gets the lr, eps and weight decay of its first part."""
     assert architecture is not None
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
@@ -288,10 +278,9 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 
 
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the configuration for NeMo Automodel. There is only one candidate.
+    """Yield the only candidate: factors on lr and weight decay for groups of parameters, by patterns of names.
 
-    It has factors on lr and weight decay for groups of parameters. Patterns of parameter names define the groups.
-    All parameters get the same beta1, beta2 and eps: those of the most frequent settings of hidden weights.
+    All parameters get the same betas and eps: those of the most frequent settings of hidden weights.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")

@@ -132,12 +132,9 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return (loss, octaves (D,)) of the point that differs least from the start, but is as good as ``point``.
-
-    Other points than ``point`` are candidates if they are the start or repeated with fresh seeds, and have at least
-    ``RERUNS`` losses, all finite. A candidate is as good as ``point`` if its mean loss and its predicted loss are at
-    most ``seen.floor`` nats higher than those of ``point``.
-    """
+    """Return (loss, octaves (D,)) of the point that differs least from the start, but is as good as ``point``: its
+    mean loss and its predicted loss are at most ``seen.floor`` nats higher. Candidates are the start and repeated
+    points with at least ``RERUNS`` losses, all finite."""
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
         if trial.state != PRUNED and (trial.purpose == "rerun" or not x.any()):
@@ -215,11 +212,7 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
-        """Return the best point of a search that has ended, or None if no trial finished.
-
-        ``by_surrogate``: if the search had no final trials (see the top of this file), rank points by the losses that
-        the surrogate predicts, not by the measured losses.
-        """
+        """Return the best point of a search that has ended, or None. For ``by_surrogate``, see :func:`answer`."""
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
         return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
@@ -238,13 +231,10 @@ class FittedTrials:
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the candidates for final trials, the best first, or [] if no loss is finite.
 
-        The candidates are the points with a finite loss, ordered by measured loss. With ``by_surrogate``, they are:
-
-        1. the evaluated point with the lowest predicted loss, the start excepted
-        2. the minimum of the surrogate with some values reset to the start (:func:`fewest_changes`)
-        3. the minimum of the surrogate
-        4. the other evaluated points except the start, ordered by predicted loss
-        5. outliers.
+        Without ``by_surrogate``, they are the points with a finite loss, ordered by measured loss. With it, they are:
+        the evaluated point with the lowest predicted loss, the surrogate's minimum with some values reset to the
+        start (:func:`fewest_changes`), this minimum itself, the other evaluated points by predicted loss, and
+        outliers.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -262,8 +252,6 @@ class FittedTrials:
 
 @dataclass(frozen=True)
 class ChosenPoint:
-    """The point that a search chooses, with the losses of its trials."""
-
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
     fresh: int  # number of these losses that were not used to choose the point: all or 0
@@ -314,10 +302,7 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point, if it needs confirmation trials, else None.
-
-    The best point needs none if it is the start or the only finalist (a point run with fresh seeds).
-    """
+    """Return the best point, if it needs confirmation trials: not the start, and not the only finalist."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -371,12 +356,10 @@ class _LossesByPurpose:
         return cls(start, at_start, again, choosing, confirming, found, {} if rerun else predicted)
 
     def is_only_finalist(self, point: Point) -> bool:
-        """Return whether ``point`` is the only point with final trials. Confirmation trials do not count."""
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is the only finalist, has at least ``RERUNS`` trials with fresh seeds, and has a
-        predicted loss that is more than ``least`` nats below the predicted loss of the start."""
+        """Return whether the only finalist ``point`` is predicted to gain more than ``least`` nats over the start."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
@@ -390,8 +373,7 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate if it gains more than ``noise`` nats over the start, else the start. Return None
-        if neither has a loss."""
+        """Return the best candidate if it gains over ``noise`` nats, else the start; None if neither has a loss."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -404,11 +386,8 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether the loss of ``point`` is more than ``least`` nats below the loss of the start.
-
-        Predicted losses are compared if both points have one, otherwise measured losses. If the start has no loss,
-        every other point is ahead.
-        """
+        """Return whether the loss of ``point`` is more than ``least`` nats below the loss of the start: predicted
+        losses if both have one, otherwise measured losses. If the start has no loss, every other point is ahead."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:

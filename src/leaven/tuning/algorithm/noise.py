@@ -39,8 +39,8 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
     because trials with equal seeds share init, data order and a part of the noise.
 
     Losses vary much more near the divergence boundary. So if three or more points are repeated, those with a standard
-    deviation above ``WILD`` times the median are left out. The points with the
-    most trials are kept if they have at least three.
+    deviation above ``WILD`` times the median are left out, except the points with the most trials, if they have at
+    least three.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -76,11 +76,8 @@ def noise_between_seeds(
 
 
 def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
-    """Return the 95% confidence interval of the mean of ``values``.
-
-    ``noise`` is the standard deviation of one value, measured with ``degrees`` degrees of freedom. If ``noise`` is
-    None or ``values`` is empty, return (-inf, inf).
-    """
+    """Return the 95% confidence interval of the mean of ``values``; (-inf, inf) if ``noise`` is None or ``values`` is
+    empty. ``noise`` is the standard deviation of one value, measured with ``degrees`` degrees of freedom."""
     if noise is None or not values:
         return -math.inf, math.inf
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))

@@ -63,10 +63,9 @@ def coordinates(
 ) -> tuple[Coordinate, ...]:
     """Return one :class:`Coordinate` for each of the D searched values, the most important first.
 
-    ``now`` is the trust region after trials at ``points`` (n, D) with ``losses`` (n,). The importance of a value is
-    the standard deviation of the predicted loss if this value varies as in the trials and all others stay at
-    ``best`` (D,). Importances are scaled to the sum 1. Differences of losses below ``floor`` (nats) do not count.
-    ``optunas`` has Optuna's importances (D,).
+    The importance of a value is the standard deviation of the predicted loss if it varies as in the trials at
+    ``points`` (n, D) and all others stay at ``best`` (D,), scaled to the sum 1. Differences of losses below ``floor``
+    (nats) do not count. ``optunas`` has Optuna's importances.
     """
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)
@@ -92,7 +91,6 @@ def coordinates(
         dimension, x = dimensions[i], float(best[i])
         below, above = np.flatnonzero(~equal[i, :middle]), np.flatnonzero(~equal[i, middle + 1 :])
         lower, upper = below[-1] + 1 if len(below) else 0, middle + (above[0] if len(above) else middle)
-        # The name of the limit that the best value has reached, or "".
         within = min(x - dimension.low, dimension.high - x) >= FINE * dimension.scale
         end = "" if x == 0 or within else dimension.ends[dimension.upper(x)]
         slices = zip(*(curve[i, : len(dimension.levels) or SLICE] for curve in curves), strict=True)
@@ -117,11 +115,8 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the expected gain in nats from doubling the number of trials, or None if it is unknown.
-
-    ``now`` is the trust region after trials at ``points`` (n, D) with ``losses`` (n,). ``searched`` (n,) is
-    false for trials that repeat a point. ``best`` is the best point (D,).
-    """
+    """Return the expected gain in nats from doubling the number of trials, or None if unknown. ``now`` is the trust
+    region after trials at ``points`` (n, D) with ``losses`` (n,). ``searched`` (n,) is false for repeated points."""
     first = np.flatnonzero(searched)
     first = first[: len(first) // 2]
     if 2 * len(first) < LEAST or not np.isfinite(losses[first]).any():
@@ -141,12 +136,10 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the indices of the two numeric values whose change from the start gains most.
-
-    ``now`` predicts the gains. Each value stays within its range in ``points`` (n, D). ``share`` is the gain of the
-    pair / the gain of moving all numeric values to ``best`` (D,), at most 1. Return None if there are too few numeric
-    values or trials, or if moving all to ``best`` gains at most ``noise``.
-    """
+    """Return (i, j, share): the indices of the two numeric values whose change from the start is predicted to gain
+    most within the range of ``points`` (n, D), and their gain / the gain of moving all numeric values to ``best``
+    (D,), at most 1. Return None if there are too few numeric values or trials, or if moving all to ``best`` gains at
+    most ``noise``."""
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)
     if int(number.sum()) < 3 or len(points) < PER_VALUE * d:

@@ -168,18 +168,13 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return the prior standard deviation of the interactions h_ij, relative to the typical curvature h.
-
-    ``d`` is the number of columns (searched dimensions).
-    """
+    """Return the prior standard deviation of the h_ij of ``d`` columns, relative to the typical curvature h."""
     return min(0.5, 8 / d**2)
 
 
 def _features(x: Array) -> Array:
-    """Return the terms of the surrogate's quadratic at the m points ``x`` (m, D), as (m, P).
-
-    The terms are scaled so that each coefficient has the prior standard deviation h (see the top of this file).
-    """
+    """Return the terms of the surrogate's quadratic at points ``x`` (m, D), as (m, P), scaled so that each
+    coefficient has the prior standard deviation h."""
     terms, d = [x, x**2 / 2], x.shape[1]
     if d <= MOST_WITH_INTERACTIONS:
         i, j = np.triu_indices(d, 1)
@@ -188,11 +183,8 @@ def _features(x: Array) -> Array:
 
 
 def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
-    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
-
-    The surrogate uses the prior with the highest evidence: the plain prior or one of ``knowledge``. ``noise`` is the
-    standard deviation of a loss; 0 if unknown.
-    """
+    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,), with the prior of the
+    highest evidence: the plain one or one of ``knowledge``. ``noise``: standard deviation of a loss; 0 if unknown."""
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
     noise = max(noise, LEAST_NOISE * spread)
@@ -201,8 +193,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Return ``values`` with each trial's row divided by the standard deviation of its error, and with the
-        constant term of the model projected out."""
+        """Return ``values`` with scaled rows, and with the constant term of the model projected out."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
@@ -263,8 +254,7 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior that expects the optimum ``centre`` +- ``width`` steps from the start point, both (D,).
-    The top of this file explains steps."""
+    """Return the prior that expects the optimum ``centre`` +- ``width`` steps from the start point, both (D,)."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre
@@ -278,14 +268,8 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return priors from an earlier search, one for each of ``DIFFERENCES``.
-
-    Args:
-        columns: points of the earlier search, (n, D + E). The new search has only the first D columns.
-        losses: losses at these points, (n,).
-        noise: standard deviation of the losses. If None, it is fitted.
-        d: the number D.
-    """
+    """Return priors from an earlier search, one for each of ``DIFFERENCES``. The new search has the first ``d`` of
+    its ``columns`` (n, D + E). ``noise``, the standard deviation of its ``losses`` (n,), is fitted if None."""
     if noise is None:  # a noise of 0 would make the priors far too narrow
         lowest = np.argsort(losses)[:FITTED]
         noise = fitted_noise(columns[lowest], losses[lowest])

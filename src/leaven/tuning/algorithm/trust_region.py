@@ -172,18 +172,13 @@ class Axes:
         return self.rounded(found)
 
     def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Return ``params`` as a trial uses them. Parameters whose values are whole numbers are rounded.
-
-        The attribute ``whole`` has the names of these parameters.
-        """
+        """Return ``params`` as a trial uses them: those in ``whole`` are rounded."""
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
         """Return the untried points that need the fewest changes to ``params``, or [] if all points have been tried.
-
-        A change moves a whole number up or down by 1, or sets a choice to another level. If a hyperparameter is
-        continuous, or if all are choices, return ``[params]``, even if it has been tried.
-        """
+        A change moves a whole number by 1, or sets a choice to another level. If a hyperparameter is continuous, or
+        if all are choices, return ``[params]``, even if it has been tried."""
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
         ):
@@ -279,8 +274,7 @@ class Region:
         return self._within(self.lowest(mean, levels, self.incumbent) + self.radius * (there - here))
 
     def stalled(self) -> bool:
-        """Return whether the last ``QUIET_ROUNDS`` rounds had no new incumbent, and the predicted gain is below the
-        noise."""
+        """Return whether the last ``QUIET_ROUNDS`` rounds had no new incumbent, and the predicted gain is noise."""
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
@@ -294,9 +288,8 @@ class Region:
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return the mean and the standard deviation of the change in loss when one value of a point changes.
-        The point is ``base`` (D,). ``x`` and both results are (D, m). In element (i, j), ``base[i]`` is replaced by
-        ``x[i, j]``."""
+        """Return the mean and the standard deviation of the change in loss, both (D, m), if one value of ``base``
+        (D,) changes. In element (i, j), ``x[i, j]`` replaces ``base[i]``."""
         there = _replaced(base, x).reshape(-1, len(base))
         mean = self.belief(there) - self.belief(base[None])
         return mean.reshape(x.shape), self.deviation(there, base).reshape(x.shape)
@@ -306,18 +299,12 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the probabilities of divergence (D, m) if one value of ``base`` (D,) changes.
-
-        Element (i, j) is the probability if ``x[i, j]`` replaces ``base[i]``.
-        """
+        """Return the probabilities of divergence (D, m) if, in element (i, j), ``x[i, j]`` replaces ``base[i]``."""
         return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the level of each choice (categorical value) at which ``quadratic`` is lowest, (D,). It is 0 on a
-        numeric axis.
-
-        With ``unseen_first``, prefer levels that no trial has used.
-        """
+        """Return the level of each choice at which ``quadratic`` is lowest, (D,), and 0 on a numeric axis. With
+        ``unseen_first``, prefer levels that no trial has used."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -329,11 +316,8 @@ class Region:
         return found
 
     def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) (:class:`Features`) of the point at which ``quadratic`` is lowest.
-
-        Choices are fixed at those of ``levels`` (D,). Numbers vary within the box of the trust region, by at most
-        ``reach`` steps from the point ``around`` (D,).
-        """
+        """Return the columns (F,) of the point at which ``quadratic`` is lowest, with the choices of ``levels`` (D,).
+        Numbers vary within the box of the trust region, by at most ``reach`` steps from ``around`` (D,)."""
         number = self.features.level == 0
         here, fixed = self.features.of(around), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
@@ -341,11 +325,8 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) for the columns ``wanted`` (F,) of :class:`Features`, limited to the region's box.
-
-        If divergence is likely there, change the values that raise the risk: move numbers towards the values of the
-        incumbent (the best point so far), and replace choices by those of the incumbent.
-        """
+        """Return the point (D,) for the columns ``wanted`` (F,), limited to the region's box. If divergence is likely
+        there, move the numbers that raise the risk towards the incumbent, and set such choices to its levels."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)
@@ -407,7 +388,6 @@ def region(
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the trust region after ``tried`` trials that all diverged."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
@@ -430,11 +410,8 @@ def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]
     found = [trial for trial in trials if trial.state in RESULTS and trial.octaves is not None]
     found.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     points = [[(trial.octaves or {}).get(path, 0.0) for path in axes.limits] for trial in found]
-    return (
-        found,
-        np.array(points).reshape(len(found), len(axes.limits)),
-        np.array([loss_of(trial) for trial in found]),
-    )
+    losses = np.array([loss_of(trial) for trial in found])
+    return found, np.array(points).reshape(len(found), len(axes.limits)), losses
 
 
 def loss_of(trial: StudyTrial) -> float:
@@ -443,8 +420,7 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Replace losses far above the median (``OUTLIER``) by infinity. If fewer than 10 losses are finite, change
-    nothing."""
+    """Replace losses far above the median (``OUTLIER``) by infinity, if at least 10 losses are finite."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -456,10 +432,8 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return a mask (D,) over ``names``: the learning rates to lower after a divergence.
-
-    These are the global lr or, if it is not searched, the lrs of modules and depths.
-    """
+    """Return a mask (D,) over ``names``: the learning rates to lower after a divergence. These are the global lr or,
+    if it is not searched, the lrs of modules and depths."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -164,11 +164,8 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check the folder for the output of a trial's command, before the command starts.
-
-        ``retry``: whether an earlier attempt at this trial used the folder. If true, and the folder is missing, tell
-        the user, or raise InputError if the disk seems unmounted. If false, rename a folder that already exists.
-        """
+        """Before the command starts, rename a folder that already exists. If this is a ``retry`` of an attempt that
+        used the folder, keep it; if it is missing, tell the user, or raise InputError if its disk seems unmounted."""
         made_before = self.folder.exists()
         make_folder(self.folder)
         if folder.exists() and not retry:
@@ -185,7 +182,7 @@ class CommandTrainer:
             self.note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
-        """Return False while a disk is full, and True otherwise. Tell the user about a full disk once."""
+        """Return whether the disk has room. Tell the user about a full disk once."""
         full = is_full(self.folder if self.folder.exists() else self.folder.parent)
         if full and not self._waits:
             self.note(f"the next trial waits, because the disk of {self.folder} is full; make room")
@@ -206,10 +203,8 @@ class CommandTrainer:
         return output
 
     def _locked(self, path: Path, *, separate: bool) -> BinaryIO:
-        """Open a file and lock it. Wait while the command of an earlier attempt holds the lock.
-
-        For ``separate``, see :func:`open_to_write`. Raise TrialReleased if the search is stopped meanwhile.
-        """
+        """Open a file and lock it, once no earlier attempt holds the lock. For ``separate``, see
+        :func:`open_to_write`. Raise TrialReleased if the search is stopped meanwhile."""
         import fcntl  # not available on Windows
 
         output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=separate)
@@ -230,11 +225,9 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Watch a command until it ends, diverges, should be pruned or times out.
-
-        Return its outcome, or why it failed. Raise TrialReleased if the search stops meanwhile. ``output`` is the
-        file of the command's printed text, and ``where`` is the path of its losses.
-        """
+        """Watch a command until it ends, diverges, should be pruned or times out. Return its outcome, or why it
+        failed. Raise TrialReleased if the search stops meanwhile. ``output`` is the file of its printed text, and
+        ``where`` the path of its losses."""
         command, began, next_look = self.command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -277,9 +270,8 @@ class CommandTrainer:
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
         """Return the losses of a command, and the last part of its output ("" if the command has no ``diverged``).
 
-        ``complete`` says whether the command has ended. If its files cannot be read, return ((), "") while it runs,
-        but wait for them if it has ended. Raise StoreGone after `AWAY_SECONDS` of waiting, and TrialReleased if the
-        search is stopped meanwhile.
+        If its files cannot be read, return ((), "") while it runs, but wait for them if it is ``complete``. Raise
+        StoreGone after `AWAY_SECONDS` of waiting, and TrialReleased if the search is stopped meanwhile.
         """
         command, began, warned = self.command, time.monotonic(), False
         while True:
@@ -302,8 +294,7 @@ class CommandTrainer:
                 raise TrialReleased
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
-        """Return the exception for a failed command: InputError if the start point failed before any trial had a
-        result, else WorkerDied. InputError ends the search."""
+        """Return WorkerDied or, if the start point failed before any trial had a result, InputError."""
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"
@@ -330,7 +321,6 @@ def _require_same_file(output: BinaryIO, path: Path) -> None:
 
 
 def _end_of(output: Path, most: int) -> str:
-    """Return the last ``most`` bytes of a command's output as text."""
     with open_file(output) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
         return file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")

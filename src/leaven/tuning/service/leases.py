@@ -39,10 +39,7 @@ def node(pid: int, number: int = 0) -> str:
 
 
 def gone(owner: str) -> bool:
-    """Return whether the command with the id ``owner`` is known to have ended.
-
-    Return False for a command on another machine, and for a process of another user.
-    """
+    """Return whether the command ``owner`` is known to have ended; False on another machine or of another user."""
     where, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if where != machine():
         return False
@@ -61,8 +58,8 @@ def gone(owner: str) -> bool:
 class Leases:
     """A context manager. A thread sends this command's heartbeats, and :meth:`dead` reads those of other commands.
 
-    ``clocks`` maps ids of other commands to the heartbeats that :meth:`dead` has read most recently. A heartbeat is
-    a Unix time by the sender's clock. 0 means no heartbeat.
+    ``clocks`` has the heartbeats that :meth:`dead` has read most recently, by id: Unix times by the sender's clock, 0
+    for no heartbeat.
     """
 
     def __init__(
@@ -92,10 +89,8 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return those commands of ``owners`` that have ended, or that sent no heartbeat for ``lease_seconds``.
-
-        Call this at least four times in ``lease_seconds``; with fewer calls, missing heartbeats are noticed later.
-        """
+        """Return those commands of ``owners`` that have ended, or that sent no heartbeat for ``lease_seconds``. Call
+        this at least four times in ``lease_seconds``; with fewer calls, missing heartbeats are noticed later."""
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.
         now = self._clock()

@@ -90,7 +90,6 @@ def why_none(source: LossSource, where: Path) -> str:
 
 
 def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
-    """Yield (step, loss) in the order in which the losses were written."""
     if source.pattern is not None:
         return _of_text(source, where, complete)
     return _of_rows(source, where, complete, resumed)
@@ -123,10 +122,7 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
 
 
 def _number(found: re.Match[str]) -> float | None:
-    """Return the loss in a match, or None if it is not a complete number, such as the 5 of 12.5.
-
-    The text nan.0, as tqdm prints it, is read as nan.
-    """
+    """Return the loss in a match (tqdm prints nan.0 for nan), or None if it is not a complete number: 5 of 12.5."""
     log, (start, end), text = found.string, found.span("loss"), found["loss"].rstrip(".")
     cut = _NUMBER_BEFORE.search(log, max(0, start - 4), start) or _NUMBER_AFTER.match(log, end)
     if cut or "_" in text or (text.lstrip("+-").isdecimal() and re.match(r",\d", log[end : end + 2])):
@@ -207,10 +203,8 @@ def _rows(source: LossSource, where: Path, complete: bool = False, resumed: bool
 
 def _event_folders(source: LossSource, where: Path, complete: bool) -> list[list[EventFile]]:
     """Return the TensorBoard event files with losses, one list per folder, in order of the folders' first losses.
-
-    With ``complete``, raise InputError if the folders are not successive attempts of one run. Successive attempts do
-    not overlap in time, and the last one reaches the highest step.
-    """
+    With ``complete``, raise InputError if the folders are not successive attempts of one run, which do not overlap in
+    time and end with the highest step."""
     folders = dict[Path, list[EventFile]]()
     for file in read_event_files(where.rglob(f"*{EVENTS}*"), str(source.key)):
         if file.points:

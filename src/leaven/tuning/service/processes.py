@@ -49,10 +49,8 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command in the current folder. ``environment`` is added to leaven's variables.
-
-        The command writes to the file ``output``. A lock on this file lasts until the command ends.
-        """
+        """Start a shell command in the current folder, with ``environment`` in addition to leaven's variables. It
+        writes to the file ``output``."""
         process = subprocess.Popen(
             [*SHELL, command],
             stdin=subprocess.PIPE,
@@ -85,9 +83,9 @@ class Commands:
 def end(leaders: Iterable[int], token: str) -> list[int]:
     """End the commands with the process ids ``leaders``, and all processes that they have started.
 
-    Processes get SIGTERM first, so that launchers such as torchrun can end their workers. After
-    ``GRACE_SECONDS``, the remaining processes are killed. After 2 x ``GRACE_SECONDS``, return the ids of those that
-    still run, such as processes of another user. ``token`` is the random id of the `Commands` that started them.
+    Processes get SIGTERM first, so that launchers such as torchrun can end their workers, and are killed after
+    ``GRACE_SECONDS``. After twice this time, return the ids of those that still run. ``token`` is the random id of
+    the `Commands` that started them.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
@@ -107,11 +105,8 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes of the commands with the process ids ``leaders``, and all descendants of these processes.
-
-    The processes of a command are the process with its id, all processes in that process's session, and all whose
-    environment variable ``MARK`` is ``token.id``. A process may appear several times in the result.
-    """
+    """Return the processes of the commands ``leaders`` (process ids), and all descendants: the leaders, all in their
+    sessions, and all whose environment variable ``MARK`` is ``token.id``. Some may appear several times."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):

@@ -94,10 +94,8 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return (space to search with ``--stack``, None), or (unchanged space, reason) if trials cannot be stacked.
-
-    The space to search is ``space`` without batch size, duration and dropout, because stacked trials share them.
-    """
+    """Return (``space`` without batch size, duration and dropout, which stacked trials share, None), or (``space``,
+    the reason why trials cannot be stacked)."""
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
         narrowed = narrowed.without(path, f"stacked trials must have {need}")
@@ -108,12 +106,8 @@ def stackable(space: Space) -> tuple[Space, str | None]:
 def stack_size(
     space: Space, durations: Sequence[int], trials: int | None, gpus: int, free: Callable[[], float]
 ) -> tuple[int, str]:
-    """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
-
-    Trials that are trained at once are a stack. The number is above 1 only if stacks were measured to be faster.
-    ``trials`` is the number of trials in the budget, None if it is unknown. ``free`` returns the number of free bytes
-    on a GPU.
-    """
+    """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text). The number is above 1
+    only if this was measured to be faster. ``trials`` may be unknown. ``free`` returns the free bytes of a GPU."""
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:
         why = f"several trials at once are known to be faster only up to {STACKED_FLOPS:.2g} FLOPs a step"
@@ -210,11 +204,8 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt: the renamed folder of the last attempt, or a new folder.
-
-        Each attempt has its own folder name, because a killed worker of the last attempt may still write for half a
-        second.
-        """
+        """Return the checkpoint folder of this attempt: the renamed folder of the last attempt, or a new one. A new
+        name, because a killed worker of the last attempt may still write for half a second."""
         folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         with suppress(OSError):  # another attempt has moved it
             for last in [path for origin, path in attempts(self.folder) if origin == proposal.origin][-1:]:

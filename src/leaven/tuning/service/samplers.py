@@ -25,10 +25,7 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
     """Return the box from which Optuna's sampler draws the next point: (lower ends, upper ends), each (D,).
-
-    At first the box is ``axes.box``. It grows while the best points lie at its ends. ``points`` (n, D), in
-    octaves, and ``losses`` (n,) are in the order in which trials ended.
-    """
+    ``points`` (n, D), in octaves, and ``losses`` (n,) are in the order in which trials ended."""
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
     if (low <= lowest).all() and (high >= highest).all():
@@ -148,11 +145,9 @@ def _farthest(axes: Axes) -> float:
 
 
 def ped_anova(points: Array, losses: Array) -> Array:
-    """Return the PED-ANOVA importances (D,) of the values, from trials at ``points`` (n, D) with ``losses`` (n,).
-
-    PED-ANOVA compares the distribution of a value in the best tenth of the trials with that in all trials (Watanabe
-    et al. 2023, arXiv 2304.10255). The importances sum to 1, or are 0 with fewer than ``FEWEST`` finite losses.
-    """
+    """Return the PED-ANOVA importances (D,) of the values, from trials at ``points`` (n, D) with ``losses`` (n,): how
+    much a value's distribution in the best tenth differs from that in all trials (Watanabe et al. 2023, arXiv
+    2304.10255). They sum to 1, or are 0 with fewer than ``FEWEST`` finite losses."""
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]
     if len(ended) < FEWEST or not points.any():

@@ -50,8 +50,6 @@ class SearchTrial:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search."""
-
     params: dict[str, float]  # log2 multipliers of the best point, by name
     loss: float  # mean loss of the fresh trials at the best point, or of all trials there if ``fresh`` is 0
     interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0 or the noise is unknown

@@ -73,10 +73,8 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """Raised by an objective if the process that computed the loss has died. The trial is retried once.
-
-    The message says how the process died, such as "ended with exit code 1".
-    """
+    """Raised by an objective if the process that computed the loss has died. The trial is retried once. The message
+    says how it died, such as "ended with exit code 1"."""
 
 
 class TrialReleased(Exception):
@@ -191,8 +189,8 @@ class SearchLoop:
         return log.started
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Create the trial of a request, queue it for a worker, and return its proposal. Return None if another
-        command runs this trial or has declared this command dead."""
+        """Create the trial of a request and queue it for a worker. Return None if another command runs this trial or
+        has declared this command dead."""
         if (created := self.stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created
@@ -251,10 +249,8 @@ class SearchLoop:
                     self._ended.append(proposal.number)
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
-        """Allow one more attempt for the failed trials of ``calls``, but only once per trial.
-
-        With ``fails``, end this search with an InputError if an attempt was allowed.
-        """
+        """Allow one more attempt for the failed trials of ``calls``, but only once per trial. With ``fails``, end
+        this search with an InputError if an attempt was allowed."""
         numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self.stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
@@ -266,7 +262,6 @@ class SearchLoop:
 
 
 def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
-    """Return the number of calls of the objective, not counting retries. ``calls`` has the proposals of each call."""
     return len({call[0].origin for call in calls})
 
 

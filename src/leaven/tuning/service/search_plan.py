@@ -101,14 +101,10 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (finalists, trials of each): the most expensive entry of ``FINALS`` that the budget can pay for.
-
-        Final trials cost at most the share ``RESERVED`` of the budget, and at most what is left at ``now`` (Unix
-        time). A budget below ``FEW`` trials allows one final trial at most.
-        """
-        affordable = min(
-            min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
-        )
+        """Return (finalists, trials of each): the most expensive entry of ``FINALS`` that costs at most the share
+        ``RESERVED`` of the budget, and at most what is left at ``now`` (Unix time)."""
+        limits = self._limits(trials, now)
+        affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in limits)
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
@@ -144,10 +140,7 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials: ``each`` trials of every finalist, and confirmation trials.
-
-    Confirmation trials repeat the chosen point and the start with new seeds. There are none with a single finalist.
-    """
+    """Return the number of final trials: ``each`` of every finalist, and confirmation trials of several."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -215,8 +208,6 @@ def grid(axes: Axes, trials: int) -> list[Params]:
 
 @dataclass
 class SearchPlan:
-    """Decides the next trial of a search from the trials so far."""
-
     axes: Axes
     method: str
     seed: int
@@ -232,10 +223,8 @@ class SearchPlan:
         return by_surrogate(self.method)
 
     def next(self, trials: Sequence[StoredTrial], turn: int, now: float) -> TrialRequest | None:
-        """Return the next trial, or None if the search is complete or must wait for a running trial.
-
-        ``turn`` is the number of trials started so far; retries do not count. ``now`` is the Unix time.
-        """
+        """Return the next trial, or None if the search is complete or must wait for a running trial. ``turn`` is the
+        number of trials started so far, without retries. ``now`` is the Unix time."""
         states = [trial.state for trial in trials]
         if "waiting" in states:
             return trials[states.index("waiting")].retry
@@ -264,11 +253,8 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, *, last: bool) -> Params | None:
-        """Return the point of the next trial, or None if all points of a finite space have been run.
-
-        ``turn`` is the number of the trial, which seeds the random choices. If this is the ``last`` trial of the
-        search, return the point with the lowest predicted loss.
-        """
+        """Return the point of the next trial, or None if all points of a finite space have been run. ``turn``, its
+        number, seeds the random choices. The ``last`` trial of a search runs the lowest predicted loss."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
@@ -288,7 +274,6 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region. It is fitted again whenever a share ``REFITTED`` of the ended trials is new."""
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
         if self._known is None or self._known[0] != count:
@@ -307,7 +292,6 @@ class SearchPlan:
         return self.budget.left(trials, now) - reserved
 
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
-        """Return whether the search ends by running the best points with fresh seeds."""
         noise, _ = self.noise_of(trials)
         states = {trial.state for trial in trials}
         if noise == 0 or ("complete" not in states and states.intersection(RESULTS)):
@@ -344,7 +328,7 @@ class SearchPlan:
         return None
 
     def _finalists(self, trials: Sequence[StoredTrial]) -> list[Params]:
-        """Return the candidates for final trials, the best first. The start point and pruned points are left out."""
+        """Return the candidates for final trials, the best first, without the start point and pruned points."""
         excluded = {tuple((trial.octaves or {}).values()) for trial in trials if trial.state == PRUNED}
         excluded.add((0.0,) * len(self.axes.start))
         points = self._fitted(trials).finalists(by_surrogate=self.by_surrogate)
@@ -372,10 +356,7 @@ class SearchPlan:
         return noise_between_seeds(trials, list(self.axes.start), self.noise)
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers, by name, of the first trial with a result at ``point`` (octaves).
-
-        There must be such a trial.
-        """
+        """Return the log2 multipliers, by name, of the first trial with a result at ``point``, which must exist."""
         return next(
             dict(trial.params)
             for trial in trials
@@ -383,11 +364,8 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return what pruning compares a new trial at ``point`` with, or None if this trial must not be pruned.
-
-        This is the best completed trial with the same categorical values, such as the schedule, because these values
-        change the curve.
-        """
+        """Return what pruning compares a new trial at ``point`` with, or None if it must not be pruned: the best
+        completed trial with the same categorical values, because these change the curve."""
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)
         curves = [
@@ -404,14 +382,12 @@ class SearchPlan:
         return Baseline(best.curve, loss_of(best), noise)
 
     def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
-        """Return the point that a search chooses at its end (perhaps its start), or None if it can choose none."""
+        """Return the point that a search chooses at its end (perhaps its start), or None."""
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a search that was not stopped ended because its last rounds gained less than the noise.
-
-        This is so if it still has untried points, and budget for another trial before the final trials.
-        """
+        """Return whether a search that was not stopped ended because its last rounds gained less than the noise: it
+        still has untried points, and budget for another trial before the final trials."""
         # A plan without a cache, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))
@@ -432,7 +408,7 @@ class SearchPlan:
 
 
 def _ended(trials: Sequence[StoredTrial]) -> int:
-    return [trial.has_result for trial in trials].count(True)
+    return sum(trial.has_result for trial in trials)
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:

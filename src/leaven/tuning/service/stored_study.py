@@ -66,8 +66,6 @@ Params = dict[str, float]  # log2 multipliers by name
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """A trial that the search plan asks to start."""
-
     purpose: str  # search | noise | rerun
     job: str  # unique name of the work, such as search:12; the work has begun if a trial has this job
     seed: int = 0
@@ -77,10 +75,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. The inherited fields describe the trial's last attempt.
-
-    ``values`` is empty; :meth:`document` fills it in.
-    """
+    """A trial of a search, from its last attempt in the store. ``values`` is empty; :meth:`document` fills it in."""
 
     params: Params  # log2 multipliers of the searched values; whole numbers are rounded first
     origin: int  # number of the first attempt
@@ -93,12 +88,10 @@ class StoredTrial(StudyTrial):
 
     @property
     def has_result(self) -> bool:
-        """Whether the trial is complete, diverged or pruned."""
         return self.state in RESULTS
 
     @property
     def retry(self) -> TrialRequest:
-        """The request for the next attempt at the trial."""
         attributes: dict[str, Any] = {RETRY_OF: self.origin}
         if self.final_of:
             attributes |= {FINALIST: [self.final_of, self.finalist]}
@@ -167,11 +160,9 @@ class StoredStudy:
         return list(self.read().trials.values())
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Start the requested trial. Return (number, point), or None if another command took over.
-
-        If the request has no point, ``sampler`` draws one. Another command takes over if it starts the trial of
-        ``request.job`` first, or closes this trial because it believes that this process is dead.
-        """
+        """Start the requested trial, at a point that ``sampler`` draws if the request has none. Return (number,
+        point), or None if another command starts the trial of ``request.job`` first, or closes this trial because it
+        believes that this process is dead."""
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now()})
         log, created = self.read(), self.store.get_trial_number_from_id(trial_id)
         number = log.jobs[request.job]
@@ -206,14 +197,9 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Allow one more attempt for each trial that failed or whose process died, but only once per trial.
-
-        Return the number of these trials. This only adds entries to the store; the attempts start later.
-
-        Args:
-            numbers: the number in the store of each trial's last attempt.
-            owner: the id of this command, which the entry records.
-        """
+        """Allow one more attempt for each trial that failed or whose process died, but only once per trial. Return
+        the number of these trials. This only adds entries of the command ``owner`` to the store; the attempts start
+        later. ``numbers`` has the number of each trial's last attempt."""
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]
@@ -249,13 +235,8 @@ class StoredStudy:
         return True
 
     def close(self, number: int, *, released: bool = False, ended: float | None = None) -> None:
-        """Mark an attempt as failed, unless it has ended already.
-
-        Args:
-            released: True if the command gave up the attempt, for example because the user stopped the command. If
-                False, the attempt counts as one whose process died.
-            ended: the Unix time of the last heartbeat of the command that ran the attempt. None is the current time.
-        """
+        """Mark an attempt as failed, unless it has ended already. Its process counts as dead unless it was
+        ``released``. ``ended`` is the last heartbeat of the attempt's command, Unix time; by default now."""
         with suppress(UpdateFinishedTrialError):
             # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.
             self.store.set_trial_user_attr(self._trial_id(number), LAST_BEAT, self.now() if ended is None else ended)
@@ -268,11 +249,8 @@ class StoredStudy:
 
 
 def thinned(curve: Curve) -> list[tuple[int, float]]:
-    """Return a curve with at most ``POINTS`` points. Points with an infinite or nan loss are dropped.
-
-    The last point is kept. The points before it are grouped, and each group becomes one point: the last step and
-    the mean loss of the group.
-    """
+    """Return a curve with at most ``POINTS`` points, all with a finite loss. The points before the last one are
+    grouped, and each group becomes one point: its last step and its mean loss."""
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
     size = max(-(-len(before) // (POINTS - 1)), 1)
@@ -282,10 +260,8 @@ def thinned(curve: Curve) -> list[tuple[int, float]]:
 
 
 class TrialLog:
-    """The attempts that were read from a store, and the trials to which they belong.
-
-    ``trials`` leaves out trials of other programs, and trials that ended before their values were drawn.
-    """
+    """The attempts that were read from a store, and the trials to which they belong, without trials of other programs
+    and trials that ended before their values were drawn."""
 
     def __init__(self, axes: Axes) -> None:
         self.attempts: dict[int, FrozenTrial] = {}  # by number
@@ -384,10 +360,7 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
-    """Return whether ``attempt`` is not the attempt ``before``, which had the same number at an earlier read.
-
-    This is so if owner, job or time of start differ, or if ``before`` had ended and ``attempt`` has not.
-    """
+    """Return whether ``attempt`` is not the attempt ``before``, which had the same number at an earlier read."""
     earlier = before.state.is_finished() and not attempt.state.is_finished()
     return earlier or any(attempt.user_attrs.get(key) != before.user_attrs.get(key) for key in (OWNER, JOB, BEGAN))
 

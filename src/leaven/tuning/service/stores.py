@@ -153,10 +153,8 @@ def _name(url: "URL") -> str:
 def _database(
     url: "URL", waited: Callable[[float, str], None], patience_seconds: float
 ) -> tuple[BaseStorage, Callable[[], object]]:
-    """Return Optuna's storage in a database, and a function that closes its connections.
-
-    Retry while another process creates the tables or locks the file.
-    """
+    """Return Optuna's storage in a database, and a function that closes its connections. Retry while another process
+    creates the tables or locks the file."""
     from optuna.storages import RDBStorage, _CachedStorage
     from sqlalchemy import event
     from sqlalchemy.exc import IntegrityError, SQLAlchemyError
@@ -205,10 +203,7 @@ def _begin_nothing(connection: Any, record: object) -> None:
 
 
 def _open_existing(dialect: object, record: object, cargs: list[Any], cparams: dict[str, Any]) -> None:
-    """Let sqlite3 raise an error if the database file is missing, such as on a disk that is not mounted.
-
-    By default, sqlite3 creates an empty database.
-    """
+    """Let sqlite3 raise an error, not create a database, if the file is missing, as on an unmounted disk."""
     if not cparams.get("uri"):
         cargs[0], cparams["uri"] = f"{Path(cargs[0]).as_uri()}?mode=rw", True
 
@@ -291,21 +286,17 @@ def _not_a_journal(path: Path) -> InputError:
 
 
 class Journal(JournalFileBackend):
-    """Optuna's journal in a file. The file stays readable after an interrupted write.
-
-    Reads and writes raise InputError if the file is now the journal of another study. They raise OSError if the file
-    is missing, has an unreadable line, or is shorter than before. A retry after an OSError may succeed.
-    """
+    """Optuna's journal in a file, which stays readable after an interrupted write. Reads and writes raise InputError
+    if the file is now the journal of another study, and OSError if it is missing, has an unreadable line, or is
+    shorter than before. A retry after an OSError may succeed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self._first = b""  # the first line, once there is one; it has a random id
 
     def _require_same(self) -> None:
-        """Raise InputError if the journal of another study has replaced the file.
-
-        Raise OSError if the file is missing or lacks lines that were read before.
-        """
+        """Raise InputError if the journal of another study has replaced the file, and OSError if it is missing or
+        lacks lines that were read before."""
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
         with storage.open_file(self._file_path) as file:
             first, size = file.readline(), os.fstat(file.fileno()).st_size
@@ -368,11 +359,9 @@ class Patient(BaseStorage):
         self._reconnect = reconnect
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the store, again and again while the store is unreachable.
-
-        Raise StoreGone if it stays unreachable for ``patience_seconds``, and InputError if it is damaged or refuses
-        the call, for example because a permission is missing. Other errors are raised unchanged.
-        """
+        """Call a method of the store, again and again while the store is unreachable. Raise StoreGone if it stays so
+        for ``patience_seconds``, and InputError if it is damaged or refuses the call, for example because a
+        permission is missing."""
         since, pause = time.monotonic(), FIRST_PAUSE
         while True:
             try:

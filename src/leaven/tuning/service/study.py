@@ -87,8 +87,6 @@ class Screen(Protocol):
 
 
 class NoScreen:
-    """A screen that shows nothing."""
-
     def started(self, number: int, worker: str, /) -> None: ...
     def ended(self, state: StudyDocument, /) -> None: ...
     def note(self, text: str, /) -> None: ...
@@ -198,8 +196,7 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self) -> BaseStorage:
-        """Return the opened store. Raise InputError if the study has begun and its store is lost, or if the store
-        cannot be written or belongs to another study."""
+        """Return the opened store. Raise InputError if it is lost, cannot be written or belongs to another study."""
         begun = any((self.out / name).exists() for name in ("centre.toml", "study.json"))
         lost = InputError(
             f"{self.out} has a study, but the store of {self._name} does not have it; restore the store, or use "
@@ -225,10 +222,7 @@ class BaseStudy(ABC):
         return store
 
     def _waited(self, seconds: float, cause: str) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``, and the cause.
-
-        Raise StoreGone if the user stops the command.
-        """
+        """Tell the user how long the store has been unreachable. Raise StoreGone if the user stops the command."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -331,11 +325,8 @@ class BaseStudy(ABC):
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Return the study's document.
-
-        ``best`` is None until a command has finished the search for the first time. It stays set if a later command
-        continues the search with a larger budget.
-        """
+        """Return the study's document. Its ``best`` is None until a command has finished the search for the first
+        time, and stays set if a later command continues the search with a larger budget."""
         space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
         over = bool(self._stored.study.user_attrs.get(ANSWERED))
         found = answer(
@@ -376,7 +367,7 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
 
     def _inputs(self, state: StudyDocument) -> Mapping[str, str]:
-        """Return the content of each file to write in addition to best.toml, by its path in the study's folder."""
+        """Return {path in the study's folder: content} of the files to write in addition to best.toml."""
         return {}
 
     def _note_once(self, text: str) -> None:

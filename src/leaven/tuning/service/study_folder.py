@@ -48,10 +48,8 @@ LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoint folders of attempts in ``folder`` as (number of the trial's first attempt, path).
-
-    The list is sorted by name. Folders with another kind of name or with other content are left out.
-    """
+    """Return the checkpoint folders of attempts in ``folder`` as (number of the trial's first attempt, path), sorted
+    by name. Folders with another kind of name or with other content are left out."""
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
     return [
         (int(name[1]), path)
@@ -68,16 +66,12 @@ def free_name(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class StudyFolder:
-    """The folder of a study."""
-
     path: Path
     study: str  # what messages call the study: ``--study`` and the folder or the URL of the store
 
     def check(self, space: SearchSpace, where: str | Path, *, runs_command: bool) -> None:
         """Raise InputError if the folder is unusable, has other files, or has a study of another recipe or command.
-
-        ``where`` is the URL or the journal of the store. ``runs_command``: whether trials run a shell command.
-        """
+        ``where`` is the URL or the journal of the store. ``runs_command``: whether trials run a shell command."""
         require_writable(self.path)
         out = self.path.absolute()
         if file := next((path for path in (out, *out.parents) if path.is_file()), None):
@@ -115,10 +109,8 @@ class StudyFolder:
             yield
 
     def saved_results(self) -> tuple[str, dict[int, float | None]]:
-        """Return the study's id and {trial number: loss} for the trials with a result, both from study.json.
-
-        Both are empty if the file is missing or damaged. Raise InputError on read errors.
-        """
+        """Return the study's id and {trial number: loss} for the trials with a result, from study.json; both empty if
+        it is missing or damaged. Raise InputError on read errors."""
         document = _saved(self.path)
         try:
             # A failed trial may be given back to the study, and then runs again.
@@ -129,11 +121,8 @@ class StudyFolder:
             return "", {}
 
     def require_results(self, saved: Mapping[int, float | None], log: TrialLog) -> None:
-        """Raise InputError if the store, read into ``log``, lacks a trial of ``saved`` or has another loss for it.
-
-        Comparing the ids of studies is not enough: a copy of a study has the same id, but its later trials have other
-        losses.
-        """
+        """Raise InputError if ``log`` lacks a trial of ``saved`` or has another loss for it. The ids of studies do
+        not show it: a copy of a study has the same id, but its later trials have other losses."""
         file, ended = self.path / "study.json", [trial for trial in log.trials.values() if trial.has_result]
         # If the copy of a study made another attempt at a trial, only its first attempt has the same number.
         losses = {trial.origin: trial.loss for trial in ended} | {trial.number: trial.loss for trial in ended}
@@ -166,8 +155,7 @@ class StudyFolder:
             )
 
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
-        """Remove the checkpoints of the ended trials in ``trials``. Raise InputError if another study or run uses
-        them."""
+        """Remove the checkpoints of ended trials. Raise InputError if another study or run uses the folder."""
         RunFolder(self.path).require_own_checkpoints()
         ended = {trial.origin for trial in trials if trial.state not in UNDER_WAY}
         for origin, folder in attempts(self.path / CHECKPOINTS):
@@ -231,10 +219,7 @@ def write_results(
 
 
 def _saved(out: Path) -> dict[str, Any]:
-    """Return the content of study.json, or {} if the file is missing or is not a JSON object.
-
-    Raise InputError if the system cannot read the file.
-    """
+    """Return the content of study.json, or {} if it is missing or no JSON object. Raise InputError on read errors."""
     path = out / "study.json"
     try:
         document = json.loads(read(path))
@@ -256,8 +241,7 @@ def _digest_on_disk(path: Path) -> str | None:
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
-    """Return the reason for the value at ``path``, for the table ``[why]`` of best.toml. With ``fewest``, return the
-    reason for fewest.toml."""
+    """Return why ``path`` has its value, for the ``[why]`` of best.toml or, with ``fewest``, fewest.toml."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None

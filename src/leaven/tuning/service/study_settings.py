@@ -82,7 +82,10 @@ def join_study(
     study = _load_or_create(store, name, created | {DIGEST: digest_of_json(created)}, what)
     there = _settings(study, what)
     try:
-        stored, expected, earlier = _knowledge(there)
+        stored = there.get("recipe") and Recipe.model_validate(there["recipe"])
+        expected = {key: (optimum, deviation) for key, (optimum, deviation) in there.get(EXPECTED, {}).items()}
+        of = there.get(EARLIER)
+        earlier = of and EarlierTrials(np.array(of["points"]), np.array(of["losses"]), of["noise"])
     except ValueError:  # the recipe of another version
         raise InputError(f"{what} has a recipe that this version cannot read; {RESTORE}") from None
     if recipe is not None and stored is not None and (changes := differences(stored, recipe)):
@@ -116,10 +119,7 @@ def unused_knowledge(given: Axes, stored: Axes) -> list[str]:
 
 
 def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
-    """Return the stored settings of a study, or raise InputError if they do not match their digest.
-
-    ``what`` names the study in messages.
-    """
+    """Return the stored settings of a study. Raise InputError if they do not match their digest."""
     found = study.user_attrs[ABOUT]
     if not isinstance(found, dict) or found.pop(DIGEST, None) != digest_of_json(found):
         raise InputError(
@@ -128,22 +128,8 @@ def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
     return found
 
 
-def _knowledge(
-    settings: dict[str, Any],
-) -> tuple[Recipe | None, dict[str, tuple[float, float]], EarlierTrials | None]:
-    recipe, earlier = settings.get("recipe"), settings.get(EARLIER)
-    return (
-        recipe and Recipe.model_validate(recipe),
-        {key: (optimum, deviation) for key, (optimum, deviation) in settings.get(EXPECTED, {}).items()},
-        earlier and EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"]),
-    )
-
-
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with its columns reordered: from the order of ``stored`` to the order of ``names``.
-
-    Further columns stay at the end. Return None if ``earlier`` is None.
-    """
+    """Return ``earlier`` with columns in the order of ``names``, not of ``stored``. Other columns stay last."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
@@ -151,12 +137,9 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
-    """Return the Optuna study ``name``. If it does not exist, create it and store ``settings`` in it.
-
-    If the study is empty, wait up to ``PATIENCE`` seconds, because another command may be creating it. If it stays
-    empty, store ``settings`` in it. Raise InputError if an older version of leaven or another program created the
-    study. The error message calls the study ``what``.
-    """
+    """Return the Optuna study ``name``. If it does not exist, or stays empty for ``PATIENCE`` seconds, in which
+    another command may be creating it, store ``settings`` in it. Raise InputError if an older version of leaven or
+    another program created it."""
     try:
         study = optuna.load_study(study_name=name, storage=store)
     except KeyError:

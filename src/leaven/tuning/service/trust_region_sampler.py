@@ -170,12 +170,8 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return the position of the start on this axis. It is the position of the first of these that exists:
-
-        1. the value in ``given``; raise InputError if the objective does not allow it,
-        2. the value in the trial ``first``,
-        3. the middle of the range, or the first choice.
-        """
+        """Return the position of the start on this axis: of the value in ``given`` (InputError if the objective does
+        not allow it), else in the trial ``first``, else of the middle of the range or the first choice."""
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
@@ -219,21 +215,15 @@ def _check(study: optuna.Study) -> None:
 
 
 def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
-    """Return the noise between runs, fitted to the trials with the lowest losses.
-
-    Return None if fewer than ``FEWEST`` losses are finite.
-    """
+    """Return the noise, fitted to the trials with the lowest losses, or None if fewer than ``FEWEST`` are finite."""
     lowest = np.argsort(losses, kind="stable")[: min(FITTED, int(np.isfinite(losses).sum()))]
     columns = Features(np.zeros(points.shape[1]), axes.scale, axes.levels).of(points[lowest])
     return fitted_noise(columns, losses[lowest]) if len(lowest) >= FEWEST else None
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return {trial number: loss}. The loss is ``sign`` x value, or infinite if a trial failed or diverged.
-
-    Trials without a result are left out. The loss of a pruned trial is moved into the range from the median to the
-    highest loss of the completed trials.
-    """
+    """Return {trial number: loss} of the trials with a result: ``sign`` x value, or infinite if a trial failed or
+    diverged. The loss of a pruned trial is moved into the range from the median to the highest completed loss."""
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:

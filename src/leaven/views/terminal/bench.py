@@ -22,8 +22,7 @@ def bench_screen(bench: BenchDocument, seq_len: int) -> Iterator[RenderableType]
         return text if first[row.global_batch] == row.micro_batch else ""
 
     def of_peak(row: BenchSpeed) -> str:
-        best = row.tokens_per_second == fastest[row.global_batch]
-        return f"{row.tokens_per_second / peak:.0%}" if best else ""
+        return f"{row.tokens_per_second / peak:.0%}" if row.tokens_per_second == fastest[row.global_batch] else ""
 
     columns = (
         Column("global batch", lambda row: once(row, str(row.global_batch)), unit="sequences"),

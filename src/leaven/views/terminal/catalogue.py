@@ -44,8 +44,7 @@ def list_screen(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
         return
     yield Table.of((_RUN, *_sizes(runs), *_VALUES, _SOURCE), runs)
     if any(map(_marked, runs)):
-        note = f"{_MARK} not comparable with the others: muP, or an optimizer other than Adam(W)"
-        yield Text(note, style="dim")
+        yield Text(f"{_MARK} not comparable with the others: muP, or an optimizer other than Adam(W)", style="dim")
 
 
 def nearest_screen(
@@ -53,10 +52,7 @@ def nearest_screen(
 ) -> Iterator[RenderableType]:
     """Yield a table of the nearest runs, and how they differ from the request.
 
-    Args:
-        factor: a run counts as near if its size is within this factor of ``params``.
-        stack: the requested norms and optimizer.
-        l2: whether the recipe's adam adds weight decay to the gradient.
+    ``stack`` is the requested norms and optimizer. With ``l2``, the recipe's adam adds weight decay to the gradient.
     """
     columns = (
         _RUN,
@@ -84,10 +80,7 @@ def nearest_screen(
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """Yield the values in which two runs or recipes differ.
-
-    If a recipe is compared with a published run, a second table has the values that only one of them can have.
-    """
+    """Yield the values in which two runs or recipes differ, and then those that only one of them can have."""
     columns = (
         Column("value", lambda row: row.path, align="left"),
         Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),

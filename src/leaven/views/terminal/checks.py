@@ -40,8 +40,7 @@ def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
 def memory_screen(check: MemoryCheckDocument) -> Iterator[RenderableType]:
     """Yield a table that compares the planned and the simulated memory of each rank, and then the conclusion."""
     first = check.rows[0].part
-    small = max(row.planned_gib for row in check.rows) < 0.1
-    unit, scale = ("MiB", 1024) if small else ("GiB", 1)
+    unit, scale = ("MiB", 1024) if max(row.planned_gib for row in check.rows) < 0.1 else ("GiB", 1)
 
     def off(row: MemoryCheckRow) -> str:
         if row.passed is None or row.error is None:

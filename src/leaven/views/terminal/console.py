@@ -21,8 +21,7 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 class _Stream:
     """A standard stream that becomes the null device if nobody reads it any more, as after ``| head``.
 
-    The command goes on, and keeps its exit code. If ``forgiving``, other errors, such as of a full disk, are ignored,
-    too.
+    The command goes on, and keeps its exit code. If ``forgiving``, other errors, such as a full disk, are ignored.
     """
 
     def __init__(self, stream: IO[str], *, forgiving: bool) -> None:
@@ -94,8 +93,7 @@ def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> N
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
-    """Return the lines that show the commands to type next. If one of them is ``leaven plan`` with --gpus, the first
-    line says how to choose other GPUs."""
+    """Return the lines that show the commands to type next, and how to choose other GPUs for ``leaven plan``."""
     lines = [f"{'' if number else 'next':<{LABEL}}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
         lines.insert(0, f"{'hardware':<{LABEL}}for other GPUs, change --gpus; leaven hardware lists the names")

@@ -19,10 +19,9 @@ _MOST = 4  # largest number of run ids in a line; --json has all of them
 
 
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[RenderableType]:
-    """Yield a title, the findings and the conclusion. ``width`` is the width of the terminal in characters.
+    """Yield a title, the findings and the conclusion, for a terminal of ``width`` characters.
 
-    ``chosen`` has the paths of values whose reason is in the recipe's [why]. Notes about these values suggest no
-    change.
+    Notes about the paths in ``chosen``, whose reason is in the recipe's [why], suggest no change.
     """
     size, tokens = format_parameters(check.params, check.params_active), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size}, {tokens} tokens; values after applying the scaling rule")

@@ -19,8 +19,7 @@ def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableT
     def column(
         header: str, group: str, number: Callable[[AcceleratorRow], float | None], unit: str = "", drop: int = 0
     ) -> Column:
-        """Return a column of numbers. A number is marked if one of its row's sources in ``group``, such as "peak",
-        is unverified."""
+        """Return a column of numbers, marked if a source of the row in ``group``, such as "peak", is unverified."""
 
         def cell(row: AcceleratorRow) -> str:
             value = number(row)

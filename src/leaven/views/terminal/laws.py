@@ -76,8 +76,6 @@ _OPTIMA = (
     Column("loss", lambda optimum: _loss(optimum.loss_replication), unit="replication", align="point"),
     Column("fitted range", lambda optimum: _range(optimum, most=1), align="left"),
 )
-
-
 _LEGEND = Facts(
     (
         "fitted range",
@@ -138,8 +136,6 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Return lines about a batch size: its ratios to the laws' batch sizes, the cost in tokens and steps of training
-    with it, and the rules for adapting the lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -167,7 +163,6 @@ def _spreads(
     *,
     experts: float,
 ) -> Facts:
-    """Return the median and range of each predicted quantity, and how laws count the model size N."""
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
     best = best_tokens_per_param(6 * params * tokens)
@@ -195,8 +190,7 @@ def _spreads(
 
 
 def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
-    """Return one line about the predicted loss or, if ``experts`` is not 1, two lines: for laws of mixtures of
-    experts and for laws of dense models. ``experts`` is (all experts) / (experts of a token)."""
+    """Return the predicted loss, in two lines if ``experts``, (all experts) / (experts of a token), is not 1."""
     unit = "nats per token of each law's own training text"
     if experts == 1:
         return [("loss", (*_spread(own, "loss", _loss), unit))]

@@ -41,7 +41,6 @@ class LiveScreen(Progress):
         self.console.print(text, soft_wrap=True)
 
     def row(self, cells: Sequence[Cell]) -> None:
-        """Print a row of the table. Print the header before the first row."""
         if not self._headed:
             self._headed = True
             self.line(Text(self.table.header.plain, style="dim"))

@@ -100,7 +100,6 @@ def _start(choice: RampChoice) -> str:
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return a line about another layout: memory, time relative to the plan, and the settings that differ."""
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     own, chosen = _choices(other.layout), _choices(plan.layout)
@@ -123,7 +122,6 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why the layout of ``--explain`` was not chosen, and compare the times of the parts of a step."""
     ep = explained.layout["ep"] if explained.layout else 1
     return [
         f"{explained.asked}: {explained.line}",
@@ -167,9 +165,8 @@ def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
     """Yield a table of the model sizes that a budget can train, and facts about the budget, such as its cost."""
     flops = [row.flops for row in budget.rows]
     note = [budget.note] if budget.note else []
-    seconds = format_seconds(86_400 * budget.days)
     facts: list[Fact] = [
-        ("budget", (budget.cluster, budget.nodes, seconds, *costs(budget.cost), *note)),
+        ("budget", (budget.cluster, budget.nodes, format_seconds(86_400 * budget.days), *costs(budget.cost), *note)),
         ("FLOPs", (f"{min(flops):.2e} .. {max(flops):.2e}: 6 N D of each size", "no batch ramp, no restarts")),
         *(("" if n else "does not fit", f"{each.law}: {each.why}") for n, each in enumerate(budget.refused)),
         *([("accuracy", ACCURACY)] if any(row.layout for row in budget.rows) else []),

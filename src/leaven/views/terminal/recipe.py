@@ -42,8 +42,7 @@ _PARAMETERS = (
 
 
 def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a recipe's size, its ratios to the base, and the parameter table. Neighbouring layers with equal values
-    share a row."""
+    """Yield a recipe's size, its ratios to the base, and the parameters. Layers with equal values share a row."""
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     size = format_parameters(shown.totals.params, shown.totals.params_active)
     yield Facts((shown.name, (size, f"rule {shown.rule}")), ("", f"{scale} of the base"))

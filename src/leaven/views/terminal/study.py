@@ -33,8 +33,7 @@ COLUMNS = (
 class TuneScreen(LiveScreen):
     """The live screen of a study: a row for each ended trial, and below the rows the running trials.
 
-    Trials of other commands that share the study are shown, too. Methods may be called from several threads.
-    ``stack`` is the number of trials a worker trains at once.
+    Methods may be called from several threads. ``stack`` is the number of trials a worker trains at once.
     """
 
     def __init__(self, state: StudyDocument, trials: int | None, workers: int, *, stack: int = 1) -> None:
@@ -99,7 +98,6 @@ class TuneScreen(LiveScreen):
 
     @property
     def _best(self) -> StudyTrial | None:
-        """The search trial with the lowest loss among the trials that the screen shows."""
         found = [
             (trial.loss, trial)
             for trial in self._state.trials
@@ -128,7 +126,6 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Return the median seconds of ended trials, including pruned ones, or None if none has ended."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
@@ -171,10 +168,7 @@ def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
-    """Yield a study's best loss, the values that mattered, other findings, and the files. A best point must exist.
-
-    ``budget`` is the number of trials that the search was allowed to run.
-    """
+    """Yield a study's best loss, the values that mattered, other findings, and the files. A best point must exist."""
     facts = under("best", result(state))
     if state.noise_floor is not None:
         degrees = "1 degree" if state.noise_runs == 1 else f"{state.noise_runs} degrees"

@@ -125,8 +125,7 @@ class TrainScreen(LiveScreen):
             case "layout":
                 changes = (f"{each['path']} {each['before']} -> {each['after']}" for each in values["changes"])
                 fields["changed"] = ", ".join(changes)
-                dropout = self._recipe.model.dropout
-                fields["effect"] = MASKS if dropout else "so losses may differ in the last bits"
+                fields["effect"] = MASKS if self._recipe.model.dropout else "so losses may differ in the last bits"
         if event in EVENTS:
             self.line(f"  {_Quantities().vformat(EVENTS[event], (), fields)}")
         for source, epochs in values.get("epochs", {}).items():
