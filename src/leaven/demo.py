@@ -83,7 +83,8 @@ def run_demo(
     """Run or resume the demo in a folder, and return its document.
 
     A ``size`` ("full" or "quick") or ``source`` of None is that of the resumed demo, or else "full" and the text of
-    demo.toml. Raise ChecksStopped once ``stop`` returns true. The same call then resumes the demo.
+    demo.toml. Raise InputError if the folder cannot be used or the source has no text, and ChecksStopped once
+    ``stop`` returns true. The same call then resumes the demo.
     """
     require_writable(folder)
     require_page(folder / "report.html")  # before minutes of training

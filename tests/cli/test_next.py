@@ -224,6 +224,8 @@ def test_the_best_recipe_of_a_study_has_one_run_folder(road: Path) -> None:
     for file in ("best.toml", "study.json"):
         (second / file).write_bytes((study / file).read_bytes())
     transfer, _ = next_commands.after_tune(study / "best.toml", second)
+    Path("wheat.toml").write_text("not = 'a recipe'")
+    assert next_commands.after_tune(study / "best.toml", second)[1].startswith("leaven train studies/rye/best.toml")
     (second / "best.toml").write_text("a command file")
     assert next_commands.after_tune(study / "best.toml", second, "sh train.sh")[0] == "sh train.sh"
     assert transfer == "leaven transfer studies/rye/best.toml --like wheat.toml -o wheat-tuned.toml"
@@ -263,7 +265,11 @@ def test_a_check_of_the_target_leads_to_its_study_until_there_is_a_tuned_recipe(
 
 
 def test_an_option_that_is_suggested_replaces_the_typed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = "leaven check coordinates a.toml --seeds=1 --set x=1 --widths 16,32 --json"
+    typed = "leaven check coordinates a.toml --seeds=1 --set x=1 --set=y=1 --widths 16,32 --set y.z=0 --json"
     monkeypatch.setattr("sys.argv", typed.split())
     again = next_commands.again("--seeds", "3", "--widths", "16,64", "--set", "y=2")
-    assert again == "leaven check coordinates a.toml --set x=1 --seeds 3 --widths 16,64 --set y=2"
+    assert again == "leaven check coordinates a.toml --set x=1 --set y.z=0 --seeds 3 --widths 16,64 --set y=2"
+    assert (
+        next_commands.launch(Path("a.toml"), ["x=1", "y=1", "x=2"])
+        == "leaven train a.toml --run runs/a --set x=2 --set y=1"
+    )

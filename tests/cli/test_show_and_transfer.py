@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import Verb, document
 
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.storage import digest
 from leaven.tuning.study_document import StudyDocument
 
@@ -155,3 +155,18 @@ def test_a_set_value_that_a_transfer_scales_is_named(leaven: Verb, tiny_file: Pa
     said = "every_tokens applies before the transfer: it sets 4096, and the new recipe has 8192"
     assert said in " ".join(err.split())
     assert "stability.keep" not in err
+
+
+def test_a_recipe_of_a_run_that_a_rewind_changed_is_named(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    why = "since 5,120 tokens, by --rewind-to; before: 0.02"
+    rewound = tmp_path / "rewound.toml"
+    write_recipe(read_recipe(tiny_file).replace({"why": {"hyperparameters.lr": why}}), rewound)
+    said = "is of a run that began with other values of hyperparameters.lr, which --rewind-to changed"
+    for command in (
+        ("show",),
+        ("recipes", "check"),
+        ("export", "config", "--to", "torchtitan", "-o", tmp_path / "x.toml"),
+    ):
+        assert said in " ".join(leaven(*command[:2], rewound, *command[2:])[2].split())
+    assert leaven("transfer", rewound, "--tokens", "20480", "-o", tmp_path / "new.toml")[0] == 0
+    assert "rewind" not in (tmp_path / "new.toml").read_text()

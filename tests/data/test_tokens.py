@@ -12,6 +12,7 @@ from tests.errors import refused
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from leaven.data.corpus import Corpus, Meter, TextDocument, open_corpora
+from leaven.data.sources import text_tokens
 from leaven.data.tokenizer import END_OF_TEXT, LONGEST_WORD, pieces, training_sample
 from leaven.data.tokens import TokenSet
 from leaven.data.tokens import prepare as prepare_data
@@ -380,4 +381,19 @@ def test_tokens_at_the_end_of_a_short_source_that_fill_no_sequence_are_counted(t
     sources = [{"source": paths["short"], "validation": paths["held_out"]}]
     sources += [{"source": paths["long"], "validation": paths["more"]}]
     data = Data.model_validate({"source": sources, "tokenizer": "bpe", "tokens": 4_096})
-    assert prepare_data(data, 320).left_over(1_024) == {paths["short"]: 1_022}
+    tokens = prepare_data(data, 320)
+    assert tokens.left_over(1_024, 5_000) == {paths["short"]: 1_022}
+    assert tokens.left_over(1_024, 4_000) == {}  # half of the samples are of this source, less than all its tokens
+
+
+def test_the_length_of_an_epoch_counts_the_weights_of_sources(tmp_path: Path) -> None:
+    for name, count in (("short", 1_000), ("long", 9_000)):
+        np.save(tmp_path / f"{name}.npy", np.zeros(count, np.uint16))
+
+    def length(short: float) -> int | None:
+        weights = {"short": short, "long": 1 - short}
+        sources = [{"source": str(tmp_path / f"{name}.npy"), "weight": weight} for name, weight in weights.items()]
+        return text_tokens(Data.model_validate({"source": sources, "tokens": 4_096}), 320)
+
+    assert length(0.1) == 10_000  # in proportion to the sizes
+    assert length(0.9) == round(1 / (0.81 / 1_000 + 0.01 / 9_000))

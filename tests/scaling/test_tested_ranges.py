@@ -3,7 +3,7 @@
 import pytest
 
 from leaven.recipe.recipe import Recipe, RuleName
-from leaven.scaling.tested_ranges import TESTED, dropped, replaced, rewound, unlike, unlike_training, warnings
+from leaven.scaling.tested_ranges import TESTED, dropped, replaced, unlike, unlike_training, warnings
 from leaven.scaling.transfer import transfer, transfer_like
 from leaven.tuning.point import CHOICES
 from leaven.tuning.space import SETS, space
@@ -201,21 +201,13 @@ def test_values_that_a_study_searched_do_not_count_as_replaced(tiny: Recipe, whi
     assert replaced(target, tuned, transfer_like(tuned, target)) == []
 
 
-def test_a_recipe_of_a_run_whose_values_a_rewind_changed(tiny: Recipe) -> None:
-    assert rewound(tiny) == []
-    why = {"hyperparameters.lr": "since 14,848 tokens, by --rewind-to; before: 0.02", "batch": "by hand"}
-    (one,) = rewound(tiny.replace({"why": why}))
-    assert "other values of hyperparameters.lr until --rewind-to changed them" in one.message
-    assert [each.about for each in warnings(tiny.replace({"why": why}))] == ["rewound"]
-
-
 def test_values_of_a_target_that_a_study_cannot_have_searched_are_named(tiny: Recipe) -> None:
     """A search moves only the limit of clipping, and never chooses or leaves Muon."""
     why = {f"hyperparameters.{name}": "study tiny, trial 3" for name in ("grad_clip", "optimizer")}
     tuned = tiny.replace({"why": why, "scaling.base": tiny.base.model_dump()})
     muon = {"hyperparameters.optimizer": "muon", "hyperparameters.muon": {"lr": 0.03}}
     for changes, named in (
-        ({"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.3}}, "hyperparameters.grad_clip"),
+        ({"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.3}}, "grad_clip.mode per-module by global"),
         (muon, "hyperparameters.optimizer muon by adamw"),
         ({"hyperparameters.grad_clip": 0.3, "hyperparameters.optimizer": "adam"}, None),
     ):

@@ -744,7 +744,7 @@ def test_values_that_an_earlier_study_lacks_are_named(write: Write) -> None:
     (caution,) = unlike_earlier(
         Path("first"), command_space(write(command, PATTERN.replace("val", "train"), name="x.toml"))
     )
-    assert caution.startswith("--from-study first: its losses were read in another way")
+    assert caution.startswith("--from-study first: its command or source of losses differs")
     assert unlike_earlier(Path("first"), command_space(write(command))) == []
     none = write(f"{BIGRAM} --lr={{rate}} --seed={{seed}}", space=ONE.replace("lr =", "rate ="), name="none.toml")
     printed = tune(none, "--study", "third", "--trials", 2, "--from-study", "first", code=2)

@@ -247,7 +247,7 @@ def test_zeros_and_multipliers_of_betas_are_compared_or_refused_in_one_line(fold
     assert np.isfinite(whole.points).all()
     write_recipe(tiny.replace({DECAY: 0.0}), folder / "centre.toml")
     with pytest.raises(InputError, match="cannot be compared with this recipe"):
-        earlier_trials(folder, space(tiny, DECAY))
+        earlier_trials(folder, space(tiny, f"{DECAY},{LR}"))
 
 
 def test_a_centre_with_which_the_study_did_not_begin_is_refused(folder: Path, tiny: Recipe) -> None:

@@ -278,7 +278,8 @@ class LoggedRunOptions(RunOptions):
     run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the logs, or None if the check trains the runs itself.
+        """Return the path of the logs, or None if the check trains the runs itself. Raise InputError if an option is
+        missing or does not fit.
 
         ``only_logs`` has the names, separated by spaces, of options that are allowed only with logs.
         """

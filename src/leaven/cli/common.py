@@ -23,9 +23,9 @@ from leaven.cli import INTERRUPTED, parameter_name
 from leaven.documents import Document
 from leaven.errors import AGAIN_AFTER, STOPPING, InputError
 from leaven.recipe.files import finite, read_recipe
-from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import parse_quantity
-from leaven.views.terminal.console import console, echo, errors, next_lines
+from leaven.recipe.recipe import BY_REWIND, Recipe
+from leaven.recipe.units import listed, parse_quantity
+from leaven.views.terminal.console import console, echo, errors, next_lines, warn
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -172,7 +172,11 @@ def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
         )
-    return read_recipe(recipe, overrides or ())
+    read = read_recipe(recipe, overrides or ())
+    if changed := [path for path, why in read.why.items() if BY_REWIND in why]:
+        said = f"{listed(changed, 'and')}, which --rewind-to changed during that run (see [why])"
+        warn([f"{recipe} is of a run that began with other values of {said}"])
+    return read
 
 
 def print_document(

@@ -9,11 +9,13 @@ target with the tuned values.
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from leaven.documents.checks import CheckDocument
 from leaven.documents.planning import BudgetDocument, PlanDocument
+from leaven.errors import InputError
 from leaven.planning.hardware import EXAMPLE_GPU, Cluster, find_accelerator, parse_cluster, trainable_here
 from leaven.planning.plan import cluster_for
 from leaven.planning.published import known_cluster
@@ -73,8 +75,9 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
         return [command, report]
     target = path.with_stem(path.stem.removesuffix(PROXY))
     if _of_study(path) and (name := read_recipe(best).name).endswith(PROXY):  # the name of the first recipe
-        beside_it = Path(f"{name.removesuffix(PROXY)}.toml")
-        target = beside_it if beside_it.exists() and read_recipe(beside_it).name == beside_it.stem else path
+        target, beside_it = path, Path(f"{name.removesuffix(PROXY)}.toml")
+        with suppress(InputError):  # it may be missing, or something else
+            target = beside_it if read_recipe(beside_it).name == beside_it.stem else path
     if target == path or not target.exists():
         return [_line("recipes", "check", best), *train(best, read_recipe(best)), report]
     return [_line("transfer", best, "--like", target, "-o", free(beside(target, TUNED))), report]
@@ -206,19 +209,29 @@ def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
 
 
 def again(*words: str) -> str:
-    """Return the command that the user typed, with ``words`` added. They replace options of the same name."""
-    typed, replaced = [word for word in sys.argv[1:] if word != "--json"], {*words[::2]} - {"--set"}
-    at = 0
+    """Return the command that the user typed, without ``--json`` and with the options ``words`` added.
+
+    An option in ``words`` replaces the same option in the command, and ``--set`` of the same value.
+    """
+    added = list(zip(words[::2], words[1::2], strict=True))
+    sets = [word.partition("=")[0] for option, word in added if option == "--set"]
+    replaced = {option for option, _ in added} - {"--set"}
+    kept, at, typed = list[str](), 0, [word for word in sys.argv[1:] if word != "--json"]
     while at < len(typed):
-        if typed[at].partition("=")[0] in replaced:
-            del typed[at : at + (1 if "=" in typed[at] else 2)]
-        else:
+        name, joined, value = typed[at].partition("=")
+        size = 1 if joined or not name.startswith("-") else 2
+        path = (value if joined else "".join(typed[at + 1 : at + 2])).partition("=")[0]
+        if name not in replaced and not (name == "--set" and path in sets):
+            kept.append(typed[at])
             at += 1
-    return _line(*typed, *words)
+        else:
+            at += size
+    return _line(*kept, *words)
 
 
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
-    options = [word for change in sets for word in ("--set", change)]
+    last = {change.partition("=")[0].strip(): change for change in sets}  # a suggested value replaces a typed one
+    options = [word for change in last.values() for word in ("--set", change)]
     return " ".join(_quoted(word) for word in [*start, *map(str, words), *options])
 
 

@@ -20,10 +20,10 @@ from leaven.cli.common import (
 )
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.files import read_text, write_recipe
+from leaven.recipe.files import read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.scaling.describe import describe
-from leaven.scaling.tested_ranges import dropped, replaced, rewound, unlike, unlike_training, untuned, warnings
+from leaven.scaling.tested_ranges import dropped, replaced, unlike, unlike_training, untuned, warnings
 from leaven.scaling.transfer import taken_paths, transfer_like
 from leaven.scaling.transfer import transfer as scaled
 from leaven.views.terminal.console import warn
@@ -99,8 +99,8 @@ def transfer(
         big = transfer_like(small, before)
     from leaven.tuning.study_document import edited, worth_at
 
-    tuned = load_recipe(recipe, None).model  # without --set, which may change the vocabulary or the sequence length
-    found = [*rewound(small), *dropped(before, big), *unlike(dict(tuned), big), *warnings(big)]
+    tuned = read_recipe(recipe).model  # without --set, which may change the vocabulary or the sequence length
+    found = [*dropped(before, big), *unlike(dict(tuned), big), *warnings(big)]
     if like is not None:
         found = [*untuned(small), *replaced(before, small, big), *unlike_training(small, big), *found]
     if edited(recipe):

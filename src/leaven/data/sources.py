@@ -208,13 +208,14 @@ def text_size(source: DataSource) -> TextSize | None:
 
 
 def text_tokens(data: Data, vocab_size: int) -> int | None:
-    """Return the number of training tokens after which the first source has been read once, an estimate for text.
-    Return None if a source is python-stdlib or an hf:// address."""
+    """Return the number of training tokens of one epoch, averaged over samples, an estimate for text. Return None if
+    a source is python-stdlib or an hf:// address."""
     if any(source.source == "python-stdlib" for source in data.sources):
         return None
     sizes = [text_size(source) for source in data.sources]
-    known = [size.tokens(vocab_size) / share for size, share in zip(sizes, data.proportions, strict=True) if size]
-    return round(min(known)) if len(known) == len(sizes) else None
+    # A source of n tokens and the share s is read s T / n times in T tokens, and s of the samples come from it.
+    epochs = [share**2 / size.tokens(vocab_size) for size, share in zip(sizes, data.proportions, strict=True) if size]
+    return round(1 / sum(epochs)) if len(epochs) == len(sizes) else None
 
 
 def opened(part: TokenPart) -> MappedTokens:

@@ -124,12 +124,14 @@ class TokenSet:
                 return [np.resize(windows, (n, seq_len + 1)) for windows, n in zip(found, numbers, strict=True)]
             scale = min(2 * scale, 1.0)
 
-    def left_over(self, seq_len: int) -> dict[str, int]:
-        """Return {source name: number of last tokens} for each source of which windows of ``seq_len`` leave out more
-        than `LEFT_OVER` of the tokens. They are never trained."""
-        rests = {name: (len(each.train) - 1) % seq_len for name, each in zip(self.names, self.sources, strict=True)}
-        counts = {name: len(each.train) for name, each in zip(self.names, self.sources, strict=True)}
-        return {name: rest for name, rest in rests.items() if rest > LEFT_OVER * counts[name]}
+    def left_over(self, seq_len: int, tokens: int) -> dict[str, int]:
+        """Return {source name: number of last tokens} for each source that a run of ``tokens`` tokens reads whole,
+        and of which windows of ``seq_len`` leave out more than `LEFT_OVER`."""
+        whole = [source.train for source in self.sources]
+        rests = zip(self.epochs(tokens).items(), whole, strict=True)
+        found = {name: (len(ids) - 1) % seq_len for (name, epochs), ids in rests if epochs >= 1}
+        sizes = dict(zip(self.names, map(len, whole), strict=True))
+        return {name: rest for name, rest in found.items() if rest > LEFT_OVER * sizes[name]}
 
     def epochs(self, tokens: int) -> dict[str, float]:
         """Return {source name: number of epochs} for a run of ``tokens`` tokens."""

@@ -217,7 +217,8 @@ def parametrize(
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
-    Raise InputError if it is not parametrized, or if its parameters or multipliers were added or removed since then.
+    Raise InputError if it is not parametrized, or if a parameter was added or removed, or a module with multipliers
+    was replaced, since then.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)

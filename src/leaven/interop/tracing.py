@@ -22,6 +22,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
     so it is not four times as large.
 
     Args:
+        model: a small model of the family.
         ends: by branch and block, the path of the branch's last matrix, or the paths for all experts.
 
     Raises:

@@ -67,6 +67,7 @@ def write_huggingface(
     """Write a model into a new folder in Hugging Face's format: completely, or not at all.
 
     Args:
+        weights: leaven's tensors by name.
         tokenizer: the text of a tokenizer.json.
         end_of_text: the token that ends a document, and its id.
         router_bias_LE: the biases that routers add to the scores of experts, by layer and expert; None if all are 0.
@@ -347,7 +348,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Return the model in a folder, or raise InputError if a run of ``shape`` cannot start from it."""
+    """Return a description of the model in a folder. Raise InputError if a run of ``shape`` cannot start from it."""
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
     if shape.experts and not shape.experts.dense_layers:
@@ -401,7 +402,8 @@ def not_exported(folder: Path) -> str | None:
 
 
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
-    """Return a warning if a token id means different tokens in ``folder`` and in the file ``tokenizer``."""
+    """Return a warning if a token id means different tokens in ``folder`` and in the file ``tokenizer``. Otherwise
+    return None, also if a file cannot be read."""
     there = folder / "tokenizer.json"
     try:
         known, own = (given_tokenizer(str(path), sys.maxsize) for path in (there, tokenizer))

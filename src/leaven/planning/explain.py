@@ -39,7 +39,7 @@ def part_name(part: str, ep: int = 1) -> str:
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If none of them fits, compare the one with the least memory. If there is none, the field ``line`` of the result
+    If no such layout fits, compare the one with the least memory. If none exists, the field ``line`` of the result
     says why. Raise InputError if ``asked`` is empty, or has a wrong key or value.
     """
     fixed = parse_keys(asked)

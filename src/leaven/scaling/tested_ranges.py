@@ -16,7 +16,7 @@ from leaven.catalogue.messages import sentence
 from leaven.documents.runs import CautionRow
 from leaven.recipe.base import Part
 from leaven.recipe.init_std import usual_std
-from leaven.recipe.recipe import BY_REWIND, Recipe, differing
+from leaven.recipe.recipe import Recipe, differing
 from leaven.recipe.shape import Role
 from leaven.recipe.units import listed
 from leaven.scaling.apply import factors
@@ -50,7 +50,6 @@ LARGE_LOGITS = 1.5
 def warnings(recipe: Recipe) -> list[CautionRow]:
     table = parameter_table(recipe)
     return [
-        *rewound(recipe),
         *_ratios(recipe, table),
         *_muon(recipe, table),
         *_output_norms(recipe, table),
@@ -72,12 +71,6 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
     if before.start.weights is not None and after.start.weights is None:
         found.append(_caution("start", 0, 1))
     return found
-
-
-def rewound(source: Recipe) -> list[CautionRow]:
-    """Return a warning if ``--rewind-to`` changed values during the run of ``source``."""
-    changed = [path for path, why in source.why.items() if BY_REWIND in why]
-    return [_caution("rewound", len(changed), 0, values=changed)] if changed else []
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
@@ -103,14 +96,14 @@ def replaced(target: Recipe, tuned: Recipe, after: Recipe) -> list[CautionRow]:
         searched -= {"hyperparameters.optimizer"}
     if before.optimizer != now.optimizer:
         searched |= {"hyperparameters.muon"}
-    if before.grad_clip.mode != now.grad_clip.mode:  # a study searches only the limit
-        searched -= {"hyperparameters.grad_clip"}
     values = [
         f"{path} {_written(theirs)} by {_written(now)}"
         for path, theirs, now in differing(_stated(target), _stated(after))
         if not (path.startswith("scaling.base.") and target.scaling.base is None)
         and not any(path == each or path.startswith(f"{each}.") for each in searched)
     ]
+    if "hyperparameters.grad_clip" in searched and before.grad_clip.mode != now.grad_clip.mode:
+        values += [f"hyperparameters.grad_clip.mode {before.grad_clip.mode} by {now.grad_clip.mode}"]
     if not values:
         return []
     if more := len(values[_MOST_SHOWN:]):

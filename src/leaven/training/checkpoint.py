@@ -519,7 +519,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
-    """Return :func:`first_in_each_interval` without the first interval: 0, 2, 3 and 5 become 2 and 5."""
+    """Return :func:`first_in_each_interval` without the first interval. With intervals of 2 tokens, 0, 2, 3 and 5
+    become 2 and 5."""
     if every_tokens is None:
         return []
     return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]

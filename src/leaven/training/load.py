@@ -183,9 +183,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
 
 
 def prompt_length(run: LoadedRun, prompt: str) -> int:
-    """Return the number of tokens before a sample: the end-of-text token and the tokens of ``prompt``."""
-    run.tokenizer.encode_special_tokens = True
-    return 1 + len(run.tokenizer.encode(prompt, add_special_tokens=False).ids)
+    run.tokenizer.encode_special_tokens = True  # as in :func:`sample`
+    return len(run.tokenizer.encode(prompt, add_special_tokens=False).ids)
 
 
 def sample(

@@ -245,15 +245,15 @@ class ManualRewind:
             rewind = Rewind(to_tokens, start, end, asked=asked)
             metrics, lines = run.metrics(), RunLines(run)
             at = {key: metrics[-1].get(key, 0) if metrics else 0 for key in ("step", "tokens")}
-            changed: dict[str, Any] = {"changes": []}
-            if changes:
-                now = {"event": "rewind", "to_tokens": to_tokens} | recorded_changes(changes, recipe)
-                recipe = _with_reasons(recipe, run.recipe().why, _values_used([*run.read_events(), now]))
-                changed = recorded_changes(changes, recipe)
+            before, changed = run.recipe(), recorded_changes(changes, recipe)
+            used = _values_used([*run.read_events(), {"event": "rewind", "to_tokens": to_tokens} | changed])
+            recipe = _with_reasons(recipe if changes else before, before.why, used)
+            saves = bool(changes) or recipe.why != before.why  # a rewind without changes may undo earlier ones
+            changed = recorded_changes(changes, recipe) if saves else {"changes": []}
             earlier = [each.document() for each in rewinds]
             lines.event("rewind", **at, **rewind.document(), earlier_rewinds=earlier, **changed)
             lines.require_written()
-            if changes:
+            if saves:
                 run.save_recipe(recipe, also_in_events=True)
 
     def _target(self, run: RunFolder) -> int:

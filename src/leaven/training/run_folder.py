@@ -46,7 +46,7 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "stop": {"why": (str,)},
     "finish": {"step": (int,), "tokens": (int,), "seconds": _NUMBER, "loss": _NUMBER},
 }
-_OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
+_OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {  # of any event; may be missing or null
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
 }

@@ -205,7 +205,7 @@ def rollback(
     after them. No attempt returns further than ``oldest_tokens``, the token count of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
-    again = last is not None and last.attempt > 0 and anomaly.onset <= last.found_step + WINDOW
+    again = last is not None and last.attempt > 0 and anomaly.onset <= last.found_step + WINDOW  # the same anomaly
     attempt = last.attempt + 1 if last is not None and again else 1
     steps, wider = anomaly.step - anomaly.onset + 1, 4 ** (attempt - 1)
     first = max(anomaly.onset - 1 - steps * (wider - 1), 0)

@@ -94,7 +94,8 @@ def train_stack(
     Args:
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume, pass the same recipes in the
             same order, and the same size. Raise InputError if it was not written by these trials.
-        inputs: the required fingerprint of the training text (``fingerprint_of``); another raises InputError.
+        inputs: the required fingerprint of the training text (``fingerprint_of``); None: any. Another raises
+            InputError.
     """
     first = recipes[0]
     tokens = same_tokens(first, inputs)

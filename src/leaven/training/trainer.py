@@ -412,7 +412,7 @@ class RunTrainer:
             text=self.tokens.fingerprint,
             **{IDENTITY: self.run.identity},
             epochs=self.tokens.epochs(recipe.data.tokens),
-            left_over=self.tokens.left_over(recipe.model.seq_len),
+            left_over=self.tokens.left_over(recipe.model.seq_len, recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
             uneven_validation=self.tokens.uneven_validation(recipe.model.seq_len, recipe.evaluation.tokens),
             missing_checkpoint=missing if missing not in {path.name for path in self.damaged} else None,

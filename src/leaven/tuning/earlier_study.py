@@ -74,6 +74,10 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
             "values is in the command file; rename a value of the file to its name in this study, or leave "
             "--from-study out"
         )
+    if isinstance(space, Space) and len(_not_searched(space, {d.path for d in document.dimensions})) == len(
+        space.paths
+    ):
+        raise InputError(f"{what}: this study searched none of these values; leave --from-study out")
     others = [d for d in document.dimensions if d.path not in space.paths and d.path not in CHOICES]
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
     if len(ended) < LEAST:
@@ -106,20 +110,26 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
         for path in (OPTIMIZER, *(("scaling.alpha", "scaling.token_exponent") if scaled else ())):
             if path not in searched and (old := read(there, path)) != (now := read(here, path)):
                 messages.append(f"its {path} is {old}, and this recipe's is {now}, so best values may differ")
-        # A global value of the earlier study moves the value of each module.
-        missing = [path for path in space.paths if not {path, f"hyperparameters.{quantity_of(path)}"} & before]
-        if missing:
+        if missing := _not_searched(space, before):
             messages.append(f"it did not search {listed(missing, 'and')}, so it says nothing about these values")
         return [f"{what}: {message}" for message in messages]
     messages = []
-    if isinstance(space, CommandSpace) and command_space(folder / "centre.toml").file.loss != space.file.loss:
-        messages = [f"{what}: its losses were read in another way, so they may not be comparable"]
+    if isinstance(space, CommandSpace):
+        file, earlier = space.file, command_space(folder / "centre.toml").file
+        if (file.command, file.loss) != (earlier.command, earlier.loss):
+            messages = [f"{what}: its command or source of losses differs, so losses and noise may not be comparable"]
     if missing := sorted(set(space.paths) - before):
         messages.append(
             f"{what}: it did not search {listed(missing, 'and')}, so its trials count as trials at the start value; "
             "if a name was changed since, use the old name here"
         )
     return messages
+
+
+def _not_searched(space: SearchSpace, searched: set[str]) -> list[str]:
+    """Return the paths of a space about which an earlier study of the paths ``searched`` says nothing. The global
+    values of that study are also those of modules."""
+    return [path for path in space.paths if not {path, f"hyperparameters.{quantity_of(path)}"} & searched]
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:

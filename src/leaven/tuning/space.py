@@ -143,7 +143,8 @@ class Space(SearchSpace):
         return point.values(self.recipe, octaves)
 
     def recipe_at(self, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-        """Return the recipe at a point, with ``seed`` if given. Raise ValueError if the values cannot be combined."""
+        """Return the recipe at a point, with ``seed`` if given. A moved batch or duration also moves lr and others
+        (``point.py``). Raise ValueError if the values cannot be combined."""
         return point.recipe_at(self.recipe, octaves, seed)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
@@ -253,7 +254,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
                 raise InputError(f"{origin} {path}: {left_out[path]}")
     if not found:
         raise InputError(f"--space {which}: nothing is left to search; {next(iter(left_out.values()))}")
-    return Space(recipe=recipe, dimensions=tuple(found.values()), left_out=tuple(left_out.items()))
+    return Space(recipe=recipe.of_new_run, dimensions=tuple(found.values()), left_out=tuple(left_out.items()))
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:

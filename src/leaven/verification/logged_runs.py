@@ -132,8 +132,10 @@ def _runs_by_size(
         has = f"no column {' or '.join(AXES)}; its columns are {', '.join(columns)}"
         raise InputError(f"{path} has {has}; add a column with the size of the runs, e.g. width")
     found: dict[RunScale, dict[float, dict[Hashable, LoggedRow]]] = {}
+    exact: dict[float, float] = {}  # the first of the values that are equal up to rounding
     for row in rows:
-        runs = found.setdefault(_scale_of(row, axes), {}).setdefault(_swept(row, value), {})
+        number = exact.setdefault(_swept(row, value), row.above_0(value))
+        runs = found.setdefault(_scale_of(row, axes), {}).setdefault(number, {})
         seed = row.place if (written := row.seed()) is None else written
         if (first := runs.setdefault(seed, row)) is not row:
             twice = f"{row.place} repeats the size, {value} and seed of {first.place}"

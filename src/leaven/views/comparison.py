@@ -35,7 +35,8 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
     """Compare the runs in ``folders`` with the first run. Return an HTML page and a document.
 
-    Both state ``output`` as the path of the page, but nothing is written.
+    Both state ``output`` as the path of the page, but nothing is written. Raise InputError if a folder is given
+    twice or has no run with steps, if there are more than `MOST_RUNS` folders, or if plotly is missing.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")

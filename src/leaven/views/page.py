@@ -15,7 +15,8 @@ from leaven.views.study_page import study_page
 
 
 def folder_page(folder: Path) -> str:
-    """Return an HTML page about the run, study, check or demo in a folder. Raise InputError for other folders."""
+    """Return an HTML page about the run, study, check or demo in a folder. Raise InputError if it cannot be shown, a
+    demo has not finished, or plotly is missing."""
     document = read_folder(folder)
     if isinstance(document, CheckDocument):
         return check_page(document)

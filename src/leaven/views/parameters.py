@@ -121,7 +121,8 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the cells of the factor on ``quantity``; for init_std, on the variance, for betas, on the half-life."""
+    """Return the cells whose product is the factor on ``quantity``; for init_std, on the variance, for betas, on the
+    half-life."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

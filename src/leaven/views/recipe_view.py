@@ -132,7 +132,8 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return a module's multiplier of ``kind``: x the depth multiplier for each layer, or one outside the layers."""
+    """Return a module's multiplier of ``kind`` x the depth multiplier, for each layer. A module outside the layers
+    has one number, without the depth multiplier."""
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]

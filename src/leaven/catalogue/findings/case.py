@@ -181,7 +181,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, without the last matrix of each residual branch."""
+        """Return the median init std of the hidden weights, without the last matrix of each residual branch, or 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows

@@ -77,7 +77,8 @@ def default_path(name: str, recipe_name: str) -> str:
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Return the export of a recipe, or raise InputError if the target cannot use its layout, batch or model."""
+    """Return the export of a recipe. Raise InputError if the target is unknown, or cannot use the recipe's layout,
+    batch or model."""
     to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
         architecture, changes = nearest(recipe.model, trained=True)

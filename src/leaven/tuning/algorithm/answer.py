@@ -212,7 +212,7 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
-        """Return the best point of a search that has ended, or None. For ``by_surrogate``, see :func:`answer`."""
+        """Return the best point of an ended search, or None if no trial finished. See :func:`answer`."""
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
         return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)

@@ -64,8 +64,8 @@ def coordinates(
     """Return one :class:`Coordinate` for each of the D searched values, the most important first.
 
     The importance of a value is the standard deviation of the predicted loss if it varies as in the trials at
-    ``points`` (n, D) and all others stay at ``best`` (D,), scaled to the sum 1. Differences of losses below ``floor``
-    (nats) do not count. ``optunas`` has Optuna's importances.
+    ``points`` (n, D) with ``losses`` (n,) and all others stay at ``best`` (D,), scaled to the sum 1. Differences of
+    losses below ``floor`` (nats) do not count. ``optunas`` has Optuna's importances (D,).
     """
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)
@@ -116,7 +116,8 @@ def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
     """Return the expected gain in nats from doubling the number of trials, or None if unknown. ``now`` is the trust
-    region after trials at ``points`` (n, D) with ``losses`` (n,). ``searched`` (n,) is false for repeated points."""
+    region after trials at ``points`` (n, D) with ``losses`` (n,). ``searched`` (n,) is false for repeated points.
+    ``best`` is the best point (D,)."""
     first = np.flatnonzero(searched)
     first = first[: len(first) // 2]
     if 2 * len(first) < LEAST or not np.isfinite(losses[first]).any():

@@ -274,7 +274,7 @@ class Region:
         return self._within(self.lowest(mean, levels, self.incumbent) + self.radius * (there - here))
 
     def stalled(self) -> bool:
-        """Return whether the last ``QUIET_ROUNDS`` rounds had no new incumbent, and the predicted gain is noise."""
+        """Return whether ``QUIET_ROUNDS`` rounds had no new incumbent, and the predicted gain is below the noise."""
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)

@@ -25,7 +25,8 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
     """Return the box from which Optuna's sampler draws the next point: (lower ends, upper ends), each (D,).
-    ``points`` (n, D), in octaves, and ``losses`` (n,) are in the order in which trials ended."""
+    It starts as ``axes.box`` and grows while the best points lie at its ends. ``points`` (n, D), in octaves, and
+    ``losses`` (n,) are in the order in which trials ended."""
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
     if (low <= lowest).all() and (high >= highest).all():

@@ -189,8 +189,8 @@ class SearchLoop:
         return log.started
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Create the trial of a request and queue it for a worker. Return None if another command runs this trial or
-        has declared this command dead."""
+        """Create the trial of a request and queue it for a worker. Return its proposal, or None if another command
+        runs this trial or has declared this command dead."""
         if (created := self.stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created

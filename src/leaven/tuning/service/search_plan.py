@@ -356,7 +356,8 @@ class SearchPlan:
         return noise_between_seeds(trials, list(self.axes.start), self.noise)
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers, by name, of the first trial with a result at ``point``, which must exist."""
+        """Return the log2 multipliers, by name, of the first trial with a result at ``point`` (octaves). There must
+        be one."""
         return next(
             dict(trial.params)
             for trial in trials

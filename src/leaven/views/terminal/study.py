@@ -168,7 +168,8 @@ def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
-    """Yield a study's best loss, the values that mattered, other findings, and the files. A best point must exist."""
+    """Yield a study's best loss, the values that mattered, other findings, and the files. A best point must exist.
+    ``budget`` is the allowed number of trials."""
     facts = under("best", result(state))
     if state.noise_floor is not None:
         degrees = "1 degree" if state.noise_runs == 1 else f"{state.noise_runs} degrees"
