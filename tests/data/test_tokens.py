@@ -391,7 +391,7 @@ def test_the_length_of_an_epoch_counts_the_weights_of_sources(tmp_path: Path) ->
         np.save(tmp_path / f"{name}.npy", np.zeros(count, np.uint16))
 
     def length(short: float) -> int | None:
-        weights = {"short": short, "long": 1 - short}
+        weights = {"short": short, "long": round(1 - short, 1)}
         sources = [{"source": str(tmp_path / f"{name}.npy"), "weight": weight} for name, weight in weights.items()]
         return text_tokens(Data.model_validate({"source": sources, "tokens": 4_096}), 320)
 

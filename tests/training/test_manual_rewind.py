@@ -140,13 +140,19 @@ def test_reasons_say_what_the_weights_were_trained_with_after_several_rewinds(ru
     assert why[lr] == f"since {20 * STEP:,} tokens, by --rewind-to; before: 0.01"
     assert why[decay].startswith(f"since {20 * STEP:,} tokens, by --rewind-to; before: ")
     assert run.recipe().why == why
-    ManualRewind(0).go(run, decayed) if first == 40 else None  # changes nothing, but undoes all that went before
-    if first == 40:
-        assert lr not in read_recipe(run.recipe_file).why or "--rewind-to" not in read_recipe(run.recipe_file).why[lr]
     ManualRewind(20 * STEP).go(run, RUN)  # the lr of the whole run is again the first
     assert not [path for path, reason in read_recipe(run.recipe_file).why.items() if "--rewind-to" in reason]
     new = transfer(decayed.replace({"why": why}), width=2 * decayed.model.d_model)
     assert not [path for path, reason in new.why.items() if "--rewind-to" in reason]
+
+
+def test_a_rewind_without_changes_moves_the_reasons_of_those_before(run: RunFolder) -> None:
+    ManualRewind(rewind_to=40 * STEP).go(run, LOWER)
+    lr = "hyperparameters.lr"
+    assert read_recipe(run.recipe_file).why[lr].startswith(f"since {32 * STEP:,} tokens, by --rewind-to")
+    ManualRewind(rewind_to=20 * STEP).go(run, LOWER)
+    assert read_recipe(run.recipe_file).why[lr] == f"since {20 * STEP:,} tokens, by --rewind-to; before: 0.01"
+    assert run.recipe().why[lr] == read_recipe(run.recipe_file).why[lr]
 
 
 def test_a_rewind_names_the_values_that_it_changes(run: RunFolder) -> None:

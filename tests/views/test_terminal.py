@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from tests.cli.conftest import Verb
 
 from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
 from leaven.training.integrity import FAULTS
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views.terminal import console
@@ -152,3 +153,21 @@ def test_the_status_shows_the_workers(seen: StringIO) -> None:
                  "noise 0.0031 nats (2 repeats)", "1 diverged", "1 pruned",
                  "2 workers", "Ctrl-C is safe"):  # fmt: skip
         assert part in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "dropout", "effect"),
+    [
+        ("batch.micro_batch", 0.1, "dropout draws other masks, so losses differ as between seeds"),
+        ("batch.micro_batch", 0.0, "so losses may differ in the last bits"),
+        ("layout.recompute", 0.1, "so losses may differ in the last bits"),
+    ],
+)
+def test_another_layout_says_what_it_changes(
+    path: str, dropout: float, effect: str, tiny: Recipe, seen: StringIO
+) -> None:
+    with TrainScreen(tiny.replace({"model.dropout": dropout})) as screen:
+        screen.event("layout", {"tokens": 5_120, "changes": [{"path": path, "before": 1, "after": 3}]})
+    said = " ".join(seen.getvalue().split())
+    assert f"{path} 1 -> 3 at 5.12 k tokens: sums are computed in another order" in said
+    assert effect in said

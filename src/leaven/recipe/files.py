@@ -62,10 +62,6 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also for numbers with too many digits and for deep arrays
         raise InputError(f"{origin}: not TOML: {error}") from None
-    overrides = list(overrides)
-    paths = [override.partition("=")[0].strip() for override in overrides]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise InputError(f"--set {twice} is given more than once; give it once")
     for override in overrides:
         path, separator, value = override.partition("=")
         if not separator or not path.strip():

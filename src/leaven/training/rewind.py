@@ -185,7 +185,8 @@ def changed_values(run: RunFolder) -> list[str]:
 def _with_reasons(recipe: Recipe, why: Mapping[str, str], used: Mapping[str, list[tuple[int, Any]]]) -> Recipe:
     """Return ``recipe`` with the run's reasons ``why``, and a reason for each value that changed during the run, by
     ``used`` (:func:`_values_used`). Reasons of changes that later rewinds have undone are left out."""
-    kept = {path: reason for path, reason in {**why, **recipe.why}.items() if BY_REWIND not in reason}
+    own = (item for reasons in (why, recipe.why) for item in reasons.items())
+    kept = {path: reason for path, reason in own if not (reason.startswith("since ") and BY_REWIND in reason)}
     changed = {
         path: f"since {values[-1][0]:,} tokens, {BY_REWIND}; before: {brief(values[-2][1])}"
         for path, values in used.items()

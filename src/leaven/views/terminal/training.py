@@ -37,6 +37,8 @@ EVENTS = {
     "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the other ranks, which wait for it",
     "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, {effect}",
 }
+# The masks of dropout depend on which sequences and tensors a rank has in a micro-batch.
+OF_MASKS = {"batch.micro_batch", *(f"layout.{degree}" for degree in ("dp", "tp", "pp", "ep", "stages_per_rank"))}
 MASKS = "and dropout draws other masks, so losses differ as between seeds"
 
 
@@ -125,7 +127,8 @@ class TrainScreen(LiveScreen):
             case "layout":
                 changes = (f"{each['path']} {each['before']} -> {each['after']}" for each in values["changes"])
                 fields["changed"] = ", ".join(changes)
-                fields["effect"] = MASKS if self._recipe.model.dropout else "so losses may differ in the last bits"
+                masked = self._recipe.model.dropout and {each["path"] for each in values["changes"]} & OF_MASKS
+                fields["effect"] = MASKS if masked else "so losses may differ in the last bits"
         if event in EVENTS:
             self.line(f"  {_Quantities().vformat(EVENTS[event], (), fields)}")
         for source, epochs in values.get("epochs", {}).items():
