@@ -218,6 +218,8 @@ def test_settings_that_change_what_values_mean_are_named(folder: Path, tiny: Rec
     longer = {"scaling.base": tiny.base.model_dump(), "data.tokens": 2 * tiny.data.tokens}
     assert cautions(longer | {"scaling.token_exponent": 0.3})[0].startswith("its scaling.token_exponent is 0.5, and")
     assert cautions({"model.dropout": 0.1})[0].startswith("the values are from a dropout of 0")
+    with pytest.raises(InputError, match="this study searched none of these values; leave --from-study out"):
+        earlier_trials(folder, space(tiny, "hyperparameters.grad_clip"))
     (missing,) = cautions({"model.dropout": 0.1}, f"{LR},model.dropout")
     assert missing == "it did not search model.dropout, so it says nothing about these values"
     assert cautions({}, "hyperparameters.modules.*.lr") == []
