@@ -106,7 +106,9 @@ def test_the_card_leaves_out_a_validation_that_a_rewind_has_undone() -> None:
         {"event": "validation", "tokens": 2048, "loss": 2.0},
         {"event": "rewind", "tokens": 3072, "to_tokens": 1536},
     ]
-    card = model_card(recipe, WITH_REASONS, architecture="X", tokens=4096, dtype="fp32", events=events)
+    during = ["3 k tokens of its text after 8 k tokens left out"]
+    card = model_card(recipe, WITH_REASONS, architecture="X", tokens=4096, dtype="fp32", events=events, during=during)
+    assert f"| during the run | {during[0]} |\n| scaling rule |" in card
     assert "| validation loss | 3.0000 nats per token" in card
 
 

@@ -200,8 +200,10 @@ def model_card(
     events: Iterable[Mapping[str, Any]],
     averaged: bool = False,
     licence: str | None = None,
+    during: Sequence[str] = (),
 ) -> str:
-    """Return the model card of a run's checkpoint as Markdown. ``text`` is the text of the recipe file.
+    """Return the model card of a run's checkpoint as Markdown. ``text`` is the text of the recipe file. ``during``:
+    phrases about what rewinds changed in the course of the run.
 
     ``architecture`` is the model's class in transformers. The checkpoint was trained on ``tokens`` tokens. With
     ``averaged``, the weights are averages over steps, and the card shows the loss of the averages.
@@ -231,6 +233,7 @@ def model_card(
             averaged=averaged,
             validation=measured[-1] if measured else None,
             licence=licence,
+            during=during,
             version=__version__,
             values=flatten(recipe.model_dump()),
             quantity=format_quantity,

@@ -36,7 +36,7 @@ from leaven.training.integrity import (
     unusable_checkpoints,
 )
 from leaven.training.load_balance import BIASES
-from leaven.training.rewind import rewinds_of
+from leaven.training.rewind import changed_values, rewinds_of, text_left_out
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
             finite.
     """
     shape = run.recipe.model
-    architecture = holding(shape)
+    architecture, left_out = holding(shape), text_left_out(run.folder)
     card = model_card(
         run.recipe,
         render(run.recipe, read_text(run.folder.recipe_file)),
@@ -244,6 +244,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
         events=run.events,
         averaged=run.averaged,
         licence=licence,
+        during=[*changed_values(run.folder), *([f"{left_out} left out"] if left_out else [])],
     )
     write_huggingface(
         folder,
