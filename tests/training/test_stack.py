@@ -327,14 +327,15 @@ def test_a_stack_that_does_not_fit_into_the_memory(
 def test_what_leaven_tune_says_of_stacks(
     tiny_file: Path, tmp_path: Path, stacks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verb = ["tune", str(tiny_file), "--study", str(tmp_path / "study"), "--trials", "6", "--workers", "1"]
+    verb = ["tune", str(tiny_file), "--trials", "6", "--workers", "1"]
     short = ["--set", "data.tokens=1024", "--set", "schedule.warmup_tokens=256"]
-    done = CliRunner().invoke(app, [*verb, *short, "--stack", "3", "--space", f"{LR},batch.tokens"])
+    study = ["--study", str(tmp_path / "study")]
+    done = CliRunner().invoke(app, [*verb, *study, *short, "--stack", "3", "--space", f"{LR},batch.tokens"])
     assert done.exit_code == 0, done.output
     assert "not searched: batch.tokens: stacked trials must have the same batch size" in done.stderr
     assert stacks == [3, 3]
-    gelu = ["--set", 'model.activation="gelu"', "--study", str(tmp_path / "gelu")]
-    done = CliRunner().invoke(app, [*verb, *short, *gelu, "--stack", "3", "--space", LR])
+    gelu, study = ["--set", 'model.activation="gelu"'], ["--study", str(tmp_path / "gelu")]
+    done = CliRunner().invoke(app, [*verb, *study, *short, *gelu, "--stack", "3", "--space", LR])
     text = re.sub(r"\s+", " ", done.stderr)
     assert "each worker trains one trial at a time: a stack cannot train model.activation = gelu" in text
     assert stacks == [3, 3]
