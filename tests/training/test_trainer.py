@@ -234,12 +234,12 @@ def test_a_full_disk_is_one_line_and_an_exit_code(tiny_file: Path, tmp_path: Pat
         ballast.write_bytes(b"x" * (4096 if checkpoint_every == 256 else 1_035_000))
         with (tmp_path / "stderr").open("w+") as stderr:
             running = subprocess.Popen([*train, *sets], stdout=subprocess.DEVNULL, stderr=stderr)
-            while running.poll() is None and "and waits until" not in (tmp_path / "stderr").read_text():
+            while running.poll() is None and "; the run retries, " not in (tmp_path / "stderr").read_text():
                 time.sleep(0.05)
             running.terminate()
             code = running.wait(timeout=60)
         printed = (tmp_path / "stderr").read_text()
-        waited = "and waits until" in printed  # and was stopped like any run
+        waited = "; the run retries, " in printed  # and was stopped like any run
         assert code == (75 if waited else 2)
         assert printed.strip().splitlines()[-1].startswith("stopped at " if waited else "error: ")
         assert "No space left on device" in printed
