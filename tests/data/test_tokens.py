@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from leaven.data.corpus import Corpus, Meter, TextDocument, open_corpora
 from leaven.data.sources import text_tokens
-from leaven.data.tokenizer import END_OF_TEXT, LONGEST_WORD, pieces, training_sample
+from leaven.data.tokenizer import END_OF_TEXT, LONGEST_WORD, _refusing, given_tokenizer, pieces, training_sample
 from leaven.data.tokens import TokenSet
 from leaven.data.tokens import prepare as prepare_data
 from leaven.recipe.data import Data, DataSource
@@ -397,3 +397,24 @@ def test_the_length_of_an_epoch_counts_the_weights_of_sources(tmp_path: Path) ->
 
     assert length(0.1) == 10_000  # in proportion to the sizes
     assert length(0.9) == round(1 / (0.81 / 1_000 + 0.01 / 9_000))
+
+
+def test_a_tokenizer_with_dropout_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, END_OF_TEXT: 3}, [("a", "b")], dropout=0.5))
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(tmp_path / "t.json"))
+    with refused("has BPE dropout, so tokens would be random; set dropout to null in it"):
+        given_tokenizer(str(tmp_path / "t.json"), 300)
+
+
+def test_a_panic_of_the_library_of_tokenizers_is_refused() -> None:
+    class PanicException(BaseException):
+        pass
+
+    with (
+        refused("data.tokenizer cannot encode the text (index out of bounds); give bpe, or another"),
+        _refusing("cannot encode the text"),
+    ):
+        raise PanicException("index out of bounds")
+    with pytest.raises(KeyboardInterrupt), _refusing("cannot encode the text"):
+        raise KeyboardInterrupt

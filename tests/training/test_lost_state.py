@@ -37,7 +37,7 @@ from leaven.training.integrity import faults, require_tokenizer
 from leaven.training.load import export_run, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
-from leaven.training.run_folder import RunFolder, checkpoints, read_state, tokens_of
+from leaven.training.run_folder import OWNER, RunFolder, checkpoints, read_state, tokens_of
 from leaven.training.run_lines import RunLines
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
@@ -1549,3 +1549,19 @@ def test_a_call_in_python_warns_of_start_weights_as_the_command_does(
     with pytest.warns(UserWarning, match=f"zeros in {tmp_path}") as seen, pytest.raises(InputError):
         train(recipe, tokens, tmp_path / "run")
     assert seen[0].filename == __file__
+
+
+def test_checkpoints_of_another_run_in_place_of_a_runs_own_are_not_written_to(tmp_path: Path) -> None:
+    """As if a disk was mounted there while the run trains. A copied folder names the run that it was copied from."""
+    run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
+    for each in (run, other):
+        each.checkpoints.mkdir(parents=True)
+    (run.checkpoints / OWNER).write_text(f"{tmp_path}/copied\n")
+    run.claim_checkpoints()
+    other.claim_checkpoints()
+    run.require_claimed()
+    (run.checkpoints / OWNER).write_text(f"{tmp_path}/copied\n")  # could not be replaced on a full disk
+    run.require_claimed()
+    shutil.copy(other.checkpoints / OWNER, run.checkpoints / OWNER)
+    with pytest.raises(OSError, match=f"these are the checkpoints of {other.path}; mount the disk of this run again"):
+        run.require_claimed()

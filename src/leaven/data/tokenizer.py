@@ -95,7 +95,9 @@ class Encoder:
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
         """Return the tokens of the training pieces, and the tokens of the validation pieces."""
         self.tokenizer.encode_special_tokens = True  # as ordinary text, if a document contains them
-        encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
+        texts = [piece.text for piece in pieces]
+        with _refusing("cannot encode the text"):
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids: tuple[list[int], list[int]] = ([], [])
         documents, n_bytes, end = [0, 0], [0, 0], self.end_of_text
         for piece, encoding in zip(pieces, encodings, strict=True):
@@ -108,6 +110,17 @@ class Encoder:
             Encoded(np.array(ids[side], dtype=self.dtype), documents[side], size) for side, size in enumerate(n_bytes)
         )
         return train, validation
+
+
+@contextmanager
+def _refusing(why: str) -> Iterator[None]:
+    """Turn errors of the library tokenizers into an InputError with the reason ``why``."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of its Rust code is no Exception
+        raise InputError(f"data.tokenizer {why} ({error}); give bpe, or another tokenizer.json") from None
 
 
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
@@ -130,12 +143,12 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
             "give bpe, the path of a tokenizer.json, or hf://org/model"
         ) from None
     library = _library()
-    try:
+    with _refusing(f"{tokenizer!r} is not a tokenizer.json"):
         given: Tokenizer = library.Tokenizer.from_str(raw)
-    except Exception as error:  # tokenizers does not raise a narrower class
+    if getattr(given.model, "dropout", None):
         raise InputError(
-            f"data.tokenizer {tokenizer!r} is not a tokenizer.json ({error}); give bpe, or another tokenizer.json"
-        ) from None
+            f"data.tokenizer {tokenizer!r} has BPE dropout, so tokens would be random; set dropout to null in it"
+        )
     encoder = Encoder(given)
     if encoder.vocab_size > vocab_size:
         raise InputError(
@@ -231,7 +244,8 @@ def parallel_tokenizers() -> Iterator[None]:
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     """Return an array with the number of UTF-8 bytes of each token id. Special tokens have 0 bytes. Return None if
     the tokenizer is neither byte-level nor from SentencePiece."""
-    given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
+    with _refusing("is not a whole tokenizer.json"):
+        given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
     vocabulary: dict[str, int] = given.get_vocab(with_added_tokens=False)
     if '"ByteLevel"' in decoder:

@@ -150,6 +150,7 @@ class RunFolder:
         self.identity = ""  # random identifier of the run; empty before the run starts
         self._locked: LockedFolder | None = None  # None until this process locks the folder
         self._claimed: int | None = None  # st_dev of the folder of checkpoints; None until it is claimed
+        self._owners: set[str | None] = set()  # the owners that OWNER may name from then on
 
     def recipe(self) -> Recipe:
         """Return the recipe with which the run trains now: the last one that a manual rewind, a new layout or a new
@@ -210,7 +211,9 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
             self.require_own_checkpoints()
             self._claimed = self.checkpoints.stat().st_dev  # before the write, which fails on a full disk
-            if self._owner() != (ours := str(self.path.resolve())):
+            ours, self._owners = str(self.path.resolve()), {self._owner()}
+            if ours not in self._owners:
+                self._owners.add(ours)
                 storage.write(self.checkpoints / OWNER, os.fsencode(ours) + b"\n")
 
     def _owner(self) -> str | None:
@@ -220,8 +223,12 @@ class RunFolder:
         return None
 
     def require_claimed(self) -> None:
-        """Raise OSError if the disk with the checkpoints is not mounted."""
-        if self._claimed is None or (self.checkpoints / OWNER).exists():
+        """Raise OSError if the disk with the checkpoints is not mounted, or if another run's disk is in its place."""
+        if self._claimed is None:
+            return
+        if (self.checkpoints / OWNER).exists():
+            if (owner := self._owner()) and owner not in self._owners:
+                raise OSError(errno.ESTALE, f"these are the checkpoints of {owner}; mount the disk of this run again")
             return
         there = self.checkpoints if self.checkpoints.exists() else self.path
         if there.stat().st_dev != self._claimed:
