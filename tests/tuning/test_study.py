@@ -1133,3 +1133,14 @@ def test_trials_with_averaged_weights_are_compared_by_their_weights(study: Make,
     with study(recipe=averaged) as opened:
         opened.run(1, 1, screen=notes, stop=lambda: True)
     assert any(line.startswith("caution: trials are compared by the loss of their weights") for line in notes.lines)
+
+
+def test_checkpoints_of_another_study_in_place_of_a_studys_own_are_not_removed(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        RunFolder(tmp_path / name).claim_checkpoints()
+    StudyFolder(tmp_path / "mine", "").remove_checkpoints([])
+    (tmp_path / "mine/checkpoints").rename(tmp_path / "away")
+    shutil.copytree(tmp_path / "other/checkpoints", tmp_path / "mine/checkpoints")
+    with pytest.raises(InputError, match=f"has the checkpoints of {tmp_path}/other; bring back those of this study"):
+        StudyFolder(tmp_path / "mine", "").remove_checkpoints([])

@@ -211,12 +211,12 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
             self.require_own_checkpoints()
             self._claimed = self.checkpoints.stat().st_dev  # before the write, which fails on a full disk
-            ours, self._owners = str(self.path.resolve()), {self._owner()}
+            ours, self._owners = str(self.path.resolve()), {self.owner()}
             if ours not in self._owners:
                 self._owners.add(ours)
                 storage.write(self.checkpoints / OWNER, os.fsencode(ours) + b"\n")
 
-    def _owner(self) -> str | None:
+    def owner(self) -> str | None:
         """Return the path of the run or study that uses the checkpoints, "" if none does, None if this is unknown."""
         with suppress(OSError):
             return os.fsdecode(storage.read(self.checkpoints / OWNER).partition(b"\n")[0])
@@ -227,7 +227,7 @@ class RunFolder:
         if self._claimed is None:
             return
         if (self.checkpoints / OWNER).exists():
-            if (owner := self._owner()) and owner not in self._owners:
+            if (owner := self.owner()) and owner not in self._owners:
                 raise OSError(errno.ESTALE, f"these are the checkpoints of {owner}; mount the disk of this run again")
             return
         there = self.checkpoints if self.checkpoints.exists() else self.path
@@ -238,7 +238,7 @@ class RunFolder:
         """Raise InputError if ``checkpoints`` is a link to a folder that another run or study uses, as after ``cp
         -r`` of a run with such a link. With ``rewinds``, also raise InputError for a link to checkpoints without the
         file ``OWNER``, because a rewind deletes checkpoints."""
-        owner = self._owner()
+        owner = self.owner()
         unknown = owner is None and rewinds and bool(checkpoints(self.checkpoints))
         if not self.checkpoints.is_symlink() or not (owner or unknown) or owner == str(self.path.resolve()):
             return

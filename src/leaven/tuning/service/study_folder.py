@@ -156,7 +156,10 @@ class StudyFolder:
 
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
         """Remove the checkpoints of ended trials. Raise InputError if another study or run uses the folder."""
-        RunFolder(self.path).require_own_checkpoints()
+        run = RunFolder(self.path)
+        run.require_own_checkpoints()
+        if (owner := run.owner()) and owner != str(self.path.resolve()) and os.path.exists(owner):
+            raise InputError(f"{run.checkpoints} has the checkpoints of {owner}; bring back those of this study")
         ended = {trial.origin for trial in trials if trial.state not in UNDER_WAY}
         for origin, folder in attempts(self.path / CHECKPOINTS):
             if origin in ended:
