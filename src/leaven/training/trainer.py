@@ -103,7 +103,7 @@ from leaven.training.micro_batch import (
     with_micro_batch,
 )
 from leaven.training.profiling import RunProfile
-from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
+from leaven.training.rewind import ManualRewind, Rewind, rewinds_of, seconds_spent
 from leaven.training.run_folder import (
     IDENTITY,
     RunFolder,
@@ -393,7 +393,9 @@ class RunTrainer:
         files do not belong together."""
         recipe, saved = self.training.recipe, saved_checkpoints(self.run)
         # A network disk may show an event to one process late.
-        rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
+        rewinds, seconds = self.group.broadcast(
+            (rewinds_of(self.run), seconds_spent(self.run)) if self.group.is_first else ((), 0.0)
+        )
         changed: str | None = None
         found = self._newest(rewinds)
         if found is None and (self.training.resumes or checkpoints(self.run.checkpoints)):
@@ -403,7 +405,7 @@ class RunTrainer:
             changed = changed_lines(self.run.lines_of(self.run.events_file), lines_digest(found.state.get(EVENTS)))
         self.run.identity = identity_of(self.run, found.state if found is not None else {}) or token_hex(8)
         missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
-        self._restore(found, rewinds)
+        self._restore(found, rewinds, seconds)
         if changed is not None:
             self.event("file_changed", file="events.jsonl", why=changed)
         self.event(
@@ -506,11 +508,10 @@ class RunTrainer:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         earlier = [each.document() for each in self.training.rewinds]
-        values |= {"earlier_rewinds": earlier, "from_tokens": found.progress.tokens}
+        seconds = self.training.progress.seconds
+        values |= {"earlier_rewinds": earlier, "from_tokens": found.progress.tokens, "seconds": seconds}
         self.lines.event("rollback", **values)
-        seconds = self.training.progress.seconds  # the time of undone steps counts
-        self._restore(found, rewinds)
-        self.training.progress = replace(found.progress, seconds=seconds)
+        self._restore(found, rewinds, seconds)
         names = [path.name for path in self.damaged]
         self._on_event("rollback", values | {"damaged_checkpoints": names})
 
@@ -557,9 +558,10 @@ class RunTrainer:
         why = unusable_checkpoints(self.run, self.damaged) or gone
         return InputError(f"{self.run.checkpoints}: {why}, or start again with another --run")
 
-    def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
+    def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...], seconds: float) -> None:
+        """Continue from ``found`` after ``rewinds``. ``seconds`` includes the time of the steps that they undo."""
         if found is not None:
-            self.training.restore(found)
+            self.training.restore(replace(found, progress=replace(found.progress, seconds=seconds)))
         self.training.follow(rewinds)
         # The checkpoints first: they raise InputError if there is a newer one, and nothing must have changed then.
         for callback in sorted(self.callbacks, key=lambda each: each is not self.checkpoints):
