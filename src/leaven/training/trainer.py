@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 SHORT_PAUSE = 0.5  # seconds between looks at a disk that is full or away
+_DROPOUT = threading.Lock()  # held while a single process trains with dropout
 
 
 def train(
@@ -140,7 +141,7 @@ def train(
 
     A run in the folder resumes from its newest undamaged checkpoint, bit for bit on a CPU
     (docs/concepts/promises.md). A finished run only returns its result. Train one run at a time in a
-    process, because dropout seeds torch's global random generator.
+    process, because dropout seeds torch's global random generator; a second one with dropout is refused.
 
     Ctrl-C in the main thread saves the state, then raises KeyboardInterrupt. A second Ctrl-C does not wait.
     To stop a run in another thread or at a SIGTERM, and save its state, pass ``stop``.
@@ -167,13 +168,29 @@ def train(
     _require_tokens_of(recipe, tokens)
     log_to = writers(log_to)
     on_event = on_event or _warnings_of_faults(folder, tokens, recipe, sys._getframe(1), group)
-    with _stopped_by_ctrl_c(stop) as asked, plain_torch():
+    with _one_with_dropout(recipe, group), _stopped_by_ctrl_c(stop) as asked, plain_torch():
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
             saved = "saved" if summary.unsaved is None else f"not saved ({summary.unsaved})"
             message = f"{folder}: stopped at {summary.tokens:,} tokens, {saved}; the same call resumes the run"
             warnings.warn(shown(message), stacklevel=2)
     return summary
+
+
+@contextmanager
+def _one_with_dropout(recipe: Recipe, group: ProcessGroup) -> Iterator[None]:
+    """Raise InputError if another thread of this process trains with dropout: masks use torch's global generator."""
+    draws = recipe.model.dropout > 0 and group is SINGLE_PROCESS
+    if draws and not _DROPOUT.acquire(blocking=False):
+        raise InputError(
+            "train: another thread of this process trains with dropout, and both would draw from torch's global "
+            "random generator; train one after the other, or each in its own process"
+        )
+    try:
+        yield
+    finally:
+        if draws:
+            _DROPOUT.release()
 
 
 def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
