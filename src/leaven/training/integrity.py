@@ -257,8 +257,9 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
                 f"and in {run.recipe_file}"
             )
         raise InputError(
-            f"the run in {run.path} was trained on other text: the files of [data] source or the tokenizer have "
-            f"changed since; use another --run{own}"
+            f"the run in {run.path} was trained on other text or other ends of documents: the files of [data] source "
+            "or the tokenizer have changed since, or an older leaven took another token of the tokenizer for the end "
+            f"of documents; use another --run{own}"
         )
 
 
