@@ -37,6 +37,11 @@ def test_a_value_without_effect(tiny: Recipe, value: dict[str, object], others: 
     assert f"{path} = {number}" in message
 
 
+def test_a_default_that_would_be_invalid_is_not_needed(tiny: Recipe) -> None:
+    warmed = tiny.replace({"schedule.decay": "inverse_sqrt", "schedule.warmup_tokens": 1_024})
+    assert "without effect" not in about(warmed)
+
+
 def test_ratios_beyond_what_was_tested(tiny: Recipe) -> None:
     found = about(transfer(tiny, width=16 * 32, depth=2 * 33, batch_tokens=2_048))
     assert found["width ratio"] == (32, 16)

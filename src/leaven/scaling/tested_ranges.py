@@ -69,18 +69,15 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 def without_effect(recipe: Recipe) -> list[CautionRow]:
     """Return a warning if a number of [scaling] or [schedule] is not its default, and the default would give the same
     factors at every scale, and the same schedule."""
-    numbers = [
-        (f"{table}.{name}", value, type(part).model_fields[name].default)
-        for table, part in (("scaling", recipe.scaling), ("schedule", recipe.schedule))
-        for name, value in part
-        if isinstance(value, int | float)
-    ]
-    used = _effects(recipe)
-    values = [
-        f"{path} = {value}"
-        for path, value, default in numbers
-        if value != default and _effects(recipe.replace({path: default})) == used
-    ]
+    used, values = _effects(recipe), []
+    for table, part in (("scaling", recipe.scaling), ("schedule", recipe.schedule)):
+        for name, value in part:
+            default = type(part).model_fields[name].default
+            if isinstance(value, int | float) and value != default:
+                # A copy, because the default may be invalid here, such as no warm-up before inverse_sqrt.
+                other = recipe.model_copy(update={table: part.model_copy(update={name: default})})
+                if _effects(other) == used:
+                    values.append(f"{table}.{name} = {value}")
     facts: dict[str, Any] = {"values": values, "rule": recipe.scaling.rule, "decay": recipe.schedule.decay}
     return [_caution("without effect", len(values), 0, **facts)] if values else []
 
