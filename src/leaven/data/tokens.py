@@ -292,7 +292,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the file and encoder of the tokenizer whose hash is in the file ``name``; None if damaged."""
+    """Read a tokenizer's hash from the file ``name``. Return the tokenizer's file and encoder; None if damaged."""
     from tokenizers import Tokenizer
 
     try:

@@ -106,7 +106,7 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
-    """Return a warning if the [why] of ``tuned`` names no study, because the searched values are then unknown."""
+    """Return a warning if no study is named in the table [why] of ``tuned``. Then nobody knows what was searched."""
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 
