@@ -51,7 +51,7 @@ RunArgument = Annotated[Path, argument("RUN", "The run folder that leaven train 
 SetOption = Annotated[
     list[str] | None,
     option(
-        "Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
+        "Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. KEY= removes a value. Repeatable.",
         metavar="KEY=VALUE",
         names="--set",
     ),
@@ -172,9 +172,6 @@ def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
         )
-    paths = [override.partition("=")[0].strip() for override in overrides or ()]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise InputError(f"--set {twice} is given more than once; give it once")
     read = read_recipe(recipe, overrides or ())
     if changed := [path for path, why in read.why.items() if BY_REWIND in why]:
         said = f"{listed(changed, 'and')}, which --rewind-to changed during that run (see [why])"
