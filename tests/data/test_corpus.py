@@ -192,6 +192,11 @@ BAD_LINES = {
         "is not UTF-8 ('utf-8' codec can't encode character '\\ud83d'",
     ),
     "too deep": (b"[" * 100_000, "is not JSON"),
+    "two texts": (
+        b'{"text": "long", "text": "b"}',
+        'two ways (one JSON object has the key "text" 2 times; keep one)',
+    ),
+    "two texts with escapes": (b'{"text": "long", "te\\u0078t": "b"}', 'the key "text" 2 times'),
     "too long a number": (b'{"text": ' + b"9" * 5_000 + b"}", "is not JSON"),
 }
 

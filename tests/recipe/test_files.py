@@ -112,7 +112,10 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
         ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", "scaling.base: width 20 does not"),
         ("name.x=3", "name is a value, not a table"),
         ("nothing", "write --set key.subkey=value"),
-        ("hyperparameters.lr=0.01\nhyperparameters.weight_decay=0.3", "--set hyperparameters.lr: more than one value"),
+        (
+            "hyperparameters.lr=0.01\nhyperparameters.weight_decay=0.3",
+            "--set hyperparameters.lr: more than one value",
+        ),
         ("schedule.decay=wsd\ndata.seed=3", "--set schedule.decay: more than one value"),
         ("data.seed=7 # \ndata.tokens=1M", "--set data.seed: more than one value, or a comment, follows the ="),
         ("data.seed=7 # x", "--set data.seed: more than one value, or a comment, follows the ="),

@@ -1,7 +1,6 @@
 """Read text files document by document: a .txt file, a line of a .jsonl file, or a row of a .parquet file."""
 
 import io
-import json
 import os
 import re
 import time
@@ -162,9 +161,11 @@ def _open_lines(path: Path) -> Any:
 
 def _json_row(place: str, line: bytes, text: str) -> TextRow:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = storage.foreign_json(line.decode("utf-8-sig"), text)
     except UnicodeDecodeError as error:
         return TextRow(place, fault=f"is not UTF-8 ({error})")
+    except InputError as error:
+        return TextRow(place, fault=f"can be read in two ways ({error})")
     except (ValueError, RecursionError) as error:
         return TextRow(place, fault=f"is not JSON ({error}); write one JSON object per line")
     found = row.get(text, row) if isinstance(row, dict) else row
