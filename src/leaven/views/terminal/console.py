@@ -92,6 +92,14 @@ def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> N
         warn([changed])
 
 
+def say_unread(unknown: Iterable[str], unread: Sequence[str]) -> None:
+    """Print what the files of another program do not say, and what of them a recipe cannot contain."""
+    for line in unknown:
+        errors.print(f"unknown   {line}")
+    if unread:
+        errors.print(f"ignored   {', '.join(unread)}")
+
+
 def next_lines(commands: Sequence[str]) -> list[str]:
     """Return the lines that show the commands to type next, and how to choose other GPUs for ``leaven plan``."""
     lines = [f"{'' if number else 'next':<{LABEL}}{command}" for number, command in enumerate(commands)]
