@@ -119,8 +119,11 @@ class Encoder:
             return [kind for kind, (text, *others) in _PROBES.items() if words(text) in map(words, others)]
 
     def lost_word(self, texts: Iterable[str]) -> str | None:
-        """Return the first word of ``texts`` that the tokens do not give back, or None. Only byte-level tokenizers give
-        back all text, so for others, return None. White space and the Unicode form of letters may differ."""
+        """Return the first word of ``texts`` that the tokens do not give back, or None.
+
+        White space and the Unicode form of letters may differ. Return None for tokenizers that are not byte-level,
+        because their tokens give back only a part of the text.
+        """
         if not (self.has_all_bytes and '"ByteLevel"' in _decoder(self.tokenizer)):
             return None
         self.tokenizer.encode_special_tokens = True

@@ -5,6 +5,7 @@ Control characters in file names, recipes and messages of other programs are mad
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, cast
 
@@ -40,7 +41,8 @@ class _Stream:
         try:
             return function(*arguments)
         except OSError as error:
-            if error.errno in {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}:
+            gone = error.errno in {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}
+            if gone and not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):  # a file has no reader that ends
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             elif not self._forgiving:
                 raise
