@@ -91,7 +91,7 @@ def new(
         ),
     ] = None,
     source: Annotated[
-        str, option(r"The text to train on: a file, a glob or hf://... It becomes the key source in \[data].")
+        str, option("The text to train on: a file, a glob or hf://... It becomes the key source in [data].")
     ] = "python-stdlib",
     vocab: Annotated[int | None, count_option("Vocabulary size.", "chosen by size")] = None,
     seq_len: Annotated[int | None, count_option("Sequence length in tokens.", "chosen by size")] = None,
