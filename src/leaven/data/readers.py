@@ -185,7 +185,7 @@ def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
 
     with parquet.ParquetFile(path, page_checksum_verification=True) as file:
         require_text_column(file.schema_arrow, text)
-        yield from column_rows(rows.column(0) for rows in file.iter_batches(batch_size=_ROWS, columns=[text]))
+        yield from column_rows(rows.column(text) for rows in file.iter_batches(batch_size=_ROWS, columns=[text]))
 
 
 def require_text_column(schema: Any, text: str) -> None:
@@ -195,6 +195,8 @@ def require_text_column(schema: Any, text: str) -> None:
     if text not in schema.names:
         columns = ", ".join(schema.names)
         raise BrokenFile(f"has no column {text}, only {columns}; name one: source = [{{ source = ..., text = ... }}]")
+    if schema.names.count(text) > 1:
+        raise BrokenFile(f"has {schema.names.count(text)} columns {text}; rename or remove all but one")
     kind = schema.field(text).type
     if not (types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view"):
         hint = "; to train on lists of token ids in parquet files, give their folder as hf:///folder"
