@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -463,7 +464,8 @@ class JsonLines:
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    An incomplete last line is ignored and sets ``torn``. ``decode`` returns the value of a line or raises ValueError.
+    An incomplete last line is ignored and sets ``torn``. ``decode`` returns the value of a line or raises ValueError;
+    an InputError of it ends the reading.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -473,7 +475,10 @@ def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> 
     except FileNotFoundError:
         lines, tail = [], b""
     for number, line in enumerate([*lines, tail], start=1):
-        document = json_object(line, decode)
+        try:
+            document = json_object(line, decode)
+        except InputError as error:
+            raise InputError(f"{path}: line {number}: {error}") from None
         if document is not None:
             documents.append(document)
             numbers.append(number)
@@ -486,9 +491,34 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
     """Return the JSON object in a line, or None if the line is not one JSON object."""
     try:
         value = decode(line)
+    except InputError:
+        raise
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+@cache
+def _decoder(key: str | None) -> json.JSONDecoder:
+    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            for name, number in Counter(name for name, _ in pairs).items():
+                if number > 1 and key in {None, name}:
+                    raise InputError(f"one JSON object has the key {json.dumps(name)} {number} times; keep one")
+        return found
+
+    return json.JSONDecoder(object_pairs_hook=each_once)
+
+
+def foreign_json(text: str | bytes, key: str | None = None) -> Any:
+    """Return the value of a JSON text that another program wrote.
+
+    Raise InputError if an object has ``key``, or any key if None, more than once, and ValueError if it is not JSON.
+    """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text))
+    return _decoder(key).decode(text)
 
 
 @contextmanager

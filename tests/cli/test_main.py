@@ -9,7 +9,7 @@ import pytest
 from tests.cli.conftest import Verb
 
 import leaven
-from leaven.cli import EXTRAS, usage_message
+from leaven.cli import EXTRAS, VERBS, command_of, usage_message
 
 
 @pytest.fixture
@@ -94,3 +94,16 @@ def test_a_suggestion_is_printed_once_if_typer_and_click_both_make_it() -> None:
             return f"{self.message} Did you mean 'show'?"
 
     assert usage_message(UsageError()) == "no such command 'shwo'. Did you mean 'show'?"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_all_words_in_brackets(verb: str, run_verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    """typer reads help as markup, where ``[data]`` is a style."""
+    monkeypatch.setenv("COLUMNS", "10000")
+    command = command_of(verb)
+    for name, each in {"": command, **getattr(command, "commands", {})}.items():
+        texts = [each.help or "", *(getattr(param, "help", None) or "" for param in each.params)]
+        words = {word for text in texts for word in re.findall(r"\[[a-z]+\]", text)}
+        if words:
+            shown = run_verb(verb, *[name] * bool(name), "--help")[1]
+            assert {word for word in words if word not in shown} == set()

@@ -57,6 +57,18 @@ def test_values_of_the_model_card_that_a_new_recipe_does_not_take_are_named(
     assert (code, "not taken" in err) == (0, False)
 
 
+def test_what_a_new_recipe_does_not_take_from_config_json_is_listed(
+    leaven: Verb, scaled_run: Path, tmp_path: Path
+) -> None:
+    out, recipe = tmp_path / "out", tmp_path / "next.toml"
+    assert leaven("export", "weights", scaled_run, out)[0] == 0
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.3}))
+    assert "ignored   attention_dropout: leaven's" in leaven("new", recipe, "--from-weights", out)[2]
+    new = document(leaven("new", recipe, "--from-weights", out, "--force", "--json"))
+    assert [line.partition(":")[0] for line in new["unread"]] == ["attention_dropout"]
+
+
 def test_start_weights_with_the_token_ids_of_another_tokenizer_are_named(
     leaven: Verb, scaled_run: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from tests.errors import refused
 from leaven.data import corpus as module
 from leaven.data import readers
 from leaven.data.corpus import VALIDATION_SHARE, Corpus, open_corpora
-from leaven.data.readers import File
+from leaven.data.readers import BrokenFile, File
 from leaven.data.sources import source_parts
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
@@ -192,6 +192,11 @@ BAD_LINES = {
         "is not UTF-8 ('utf-8' codec can't encode character '\\ud83d'",
     ),
     "too deep": (b"[" * 100_000, "is not JSON"),
+    "two texts": (
+        b'{"text": "long", "text": "b"}',
+        'two ways (one JSON object has the key "text" 2 times; keep one)',
+    ),
+    "two texts with escapes": (b'{"text": "long", "te\\u0078t": "b"}', 'the key "text" 2 times'),
     "too long a number": (b'{"text": ' + b"9" * 5_000 + b"}", "is not JSON"),
 }
 
@@ -626,3 +631,14 @@ def test_surveys_are_saved_while_they_are_made(
             opened(f"{tmp_path}/*.txt", memory=tmp_path / "memory")
     opened(f"{tmp_path}/*.txt", memory=tmp_path / "memory")
     assert surveyed == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_the_name_of_a_parquet_column_means_one_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = pa.array(["one", "two"])
+    parquet.write_table(pa.table([texts, texts], names=["text", "text"]), path)
+    with pytest.raises(BrokenFile, match="has 2 columns text; rename or remove all but one"):
+        list(File("a", path).rows())
+    structs = pa.array([{"x": "no"}, {"x": "no"}])
+    parquet.write_table(pa.table([structs, texts], names=["t", "t.x"]), path)  # also the path of the struct's field
+    assert [row.text for row in File("a", path, "t.x").rows()] == ["one", "two"]

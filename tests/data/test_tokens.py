@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.errors import refused
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from leaven.data.corpus import Corpus, Meter, TextDocument, open_corpora
 from leaven.data.sources import text_tokens
@@ -426,6 +426,36 @@ def test_a_tokenizer_that_changes_the_text_is_named(
     notes = prepare(str(tmp_path / "a.txt"), str(tmp_path / "t.json"), 300, tmp_path / "cache").notes
     said = [note.partition(": ")[0] for note in notes if "bits per byte are of the changed text" in note]
     assert said == [f"data.tokenizer does not keep {removed}"] * bool(removed)
+
+
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "splitter", "lost"),
+    [
+        (None, pre_tokenizers.Sequence([pre_tokenizers.Split("alpha", "removed"), BYTE_LEVEL]), "'alpha'"),
+        (normalizers.Replace("alpha", ""), BYTE_LEVEL, "'alpha'"),
+        (normalizers.Replace(Regex("l(?=p)"), "r"), BYTE_LEVEL, "'alpha'"),
+        (None, BYTE_LEVEL, ""),
+        (None, pre_tokenizers.ByteLevel(add_prefix_space=True), ""),
+        (normalizers.NFC(), BYTE_LEVEL, ""),  # Qwen
+        (None, pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\w+|."), "removed", True), BYTE_LEVEL]), ""),
+    ],
+)
+def test_a_word_that_a_byte_level_tokenizer_removes_is_named(
+    tmp_path: Path, normalizer: Any, splitter: Any, lost: str
+) -> None:
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {letter: number for number, letter in enumerate(sorted(letters))} | {END_OF_TEXT: 256}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, splitter, decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(tmp_path / "t.json"))
+    (tmp_path / "a.txt").write_text(f"beta {END_OF_TEXT} e\u0301 \u212b 😀\n\talpha gamma\n" * 200)
+    notes = prepare(str(tmp_path / "a.txt"), str(tmp_path / "t.json"), 300, tmp_path / "cache").notes
+    said = [note.partition(": ")[0] for note in notes if "bits per byte are of the changed text" in note]
+    assert said == [f"data.tokenizer does not keep some text, such as {lost}"] * bool(lost)
 
 
 def test_a_tokenizer_with_dropout_is_refused(tmp_path: Path) -> None:

@@ -113,6 +113,31 @@ def test_a_terminal_that_is_gone_ends_no_command() -> None:
         stream.write("nothing reads this")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a terminal")
+def test_an_error_of_a_disk_is_not_taken_for_a_terminal_that_is_gone(tmp_path: Path) -> None:
+    class Broken:
+        def __init__(self, descriptor: int) -> None:
+            self._descriptor = descriptor
+
+        def fileno(self) -> int:
+            return self._descriptor
+
+        def flush(self) -> None: ...
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    master, slave = os.openpty()
+    with (tmp_path / "out.json").open("w") as file:
+        with pytest.raises(OSError, match="Input/output error") as raised:
+            SafeConsole(file=Broken(file.fileno())).print("{}")
+        assert "check that the disk is mounted" in str(error_message(raised.value))
+        SafeConsole(file=Broken(file.fileno()), stderr=True).print("step 1")
+    SafeConsole(file=Broken(slave)).print("step 1")
+    os.close(master)
+    os.close(slave)
+
+
 def test_a_log_on_a_full_disk_ends_no_command() -> None:
     with open("/dev/full", "w") as stream:
         console = SafeConsole(file=stream, stderr=True)

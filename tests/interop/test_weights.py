@@ -274,12 +274,25 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, tokeniz
     plain = read_huggingface(tmp_path)
     assert plain.shape.n_layers == 3
     shutil.copy(tokenizer_file, tmp_path / "tokenizer.json")
-    why = recipe_from(plain, "x", source="tiny-shakespeare").why["start.weights"]
-    assert why.endswith("; its layers for multi-token prediction are not read")
-    assert "layers for multi-token prediction: leaven has none" in from_transformers.read(tmp_path, "x").unread
+    for found in (recipe_from(plain, "x", source="tiny-shakespeare"), from_transformers.read(tmp_path, "x")):
+        assert "layers for multi-token prediction: leaven has none" in found.unread
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"contains model\.layers\.4\.eh_proj"):
         read_huggingface(tmp_path)
+
+
+def test_a_start_from_weights_reads_config_json_as_an_import_does(tmp_path: Path, tokenizer_file: Path) -> None:
+    shutil.copy(tokenizer_file, tmp_path / "tokenizer.json")
+    stated: dict[str, Any] = {"attention_dropout": 0.3, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    for router_logits in (True, False):
+        change(tmp_path, "mixtral", **stated | {"output_router_logits": router_logits})
+        adopted = recipe_from(read_huggingface(tmp_path), "x", source="tiny-shakespeare")
+        imported = from_transformers.read(tmp_path, "x")
+        assert adopted.recipe.model == imported.recipe.model
+        assert [line.partition(":")[0] for line in adopted.unread] == ["attention_dropout"]
+        assert set(adopted.unread) < set(imported.unread)
+        assert set(adopted.unknown) < set(imported.unknown)
+        assert bool(adopted.unknown) is not router_logits
 
 
 def test_a_run_needs_the_routers_of_its_start_weights(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
@@ -663,10 +676,10 @@ def test_missing_keys_of_config_json_have_defaults(tmp_path: Path, tokenizer_fil
     reasons = []
     for stated in ({"initializer_range": 0.3}, {"initializer_range": None}):
         (tmp_path / "config.json").write_text(json.dumps(config | stated))
-        recipe = recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
+        recipe = recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib").recipe
         reasons.append((recipe.hyperparameters.init_std, recipe.why["hyperparameters.init_std"].partition(";")[0]))
-    path = f"{tmp_path}/config.json"
-    assert reasons == [(0.3, f"initializer_range of {path}"), (0.02, f"default of LlamaForCausalLM, not in {path}")]
+    default = "default of LlamaForCausalLM, not in config.json"
+    assert reasons == [(0.3, "initializer_range of config.json"), (0.02, default)]
     (tmp_path / "config.json").write_text(json.dumps(config | {"initializer_range": -1}))
     with pytest.raises(InputError, match=r"not a valid recipe: \[hyperparameters\] init_std"):
         recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")

@@ -112,11 +112,40 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
         ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", "scaling.base: width 20 does not"),
         ("name.x=3", "name is a value, not a table"),
         ("nothing", "write --set key.subkey=value"),
+        (
+            "hyperparameters.lr=0.01\nhyperparameters.weight_decay=0.3",
+            "--set hyperparameters.lr: more than one value",
+        ),
+        ("schedule.decay=wsd\ndata.seed=3", "--set schedule.decay: more than one value"),
+        ("data.seed=7 # \ndata.tokens=1M", "--set data.seed: more than one value, or a comment, follows the ="),
+        ("data.seed=7 # x", "--set data.seed: more than one value, or a comment, follows the ="),
     ],
 )
 def test_bad_values_are_one_line_that_says_what_to_type(tiny_file: Path, override: str, message: str) -> None:
     with refused(message):
         read_recipe(tiny_file, [override])
+
+
+@pytest.mark.parametrize(
+    "two",
+    [
+        ("data.seed=1", "data.seed=2"),
+        ("hyperparameters.modules.mlp.out.lr=2.0", 'hyperparameters.modules."mlp.out".lr=3.0'),
+        ("batch.tokens=512", "batch={tokens=1024}"),
+        ("evaluation.tokens=512", "evaluation="),
+    ],
+)
+def test_one_value_is_set_only_once(tiny_file: Path, two: tuple[str, str]) -> None:
+    for first, second in (two, two[::-1]):
+        with refused(f"--set {first} and --set {second} set the same value; leave one out"):
+            read_recipe(tiny_file, [first, second])
+
+
+def test_a_reason_is_removed_in_any_spelling_of_its_value(tiny: Recipe) -> None:
+    why = {"hyperparameters.modules.mlp.out.lr": "measured", "data.seed": "stays"}
+    text = render(tiny.replace({"why": why}))
+    changed = parse_recipe(text, "x", ['hyperparameters.modules."mlp.out".lr=3.0'])
+    assert changed.why == {"data.seed": "stays"}
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def adopted(scaled_run: Path, tmp_path: Path) -> Recipe:
     run = load_run(scaled_run)
     folder = tmp_path / "exported"
     export_run(run, folder)
-    recipe = recipe_from(read_huggingface(folder), "adopted", source=run.recipe.data.source, tokens=2_560)
+    recipe = recipe_from(read_huggingface(folder), "adopted", source=run.recipe.data.source, tokens=2_560).recipe
     return recipe.replace({"batch.tokens": 256, "evaluation.tokens": 1_024})
 
 
@@ -157,7 +157,7 @@ def test_routers_of_a_new_run_start_with_the_biases_of_its_weights(
     assert export_run(run, tmp_path / "exported").name == "Glm4MoeForCausalLM"
     used = f"of which a token uses {run.recipe.model.params_active:,} |"
     assert used in (tmp_path / "exported" / "README.md").read_text()
-    adopted = recipe_from(read_huggingface(tmp_path / "exported"), "adopted", source=tiny.data.source)
+    adopted = recipe_from(read_huggingface(tmp_path / "exported"), "adopted", source=tiny.data.source).recipe
     assert adopted.data.tokens == 20 * tiny.replace({"model.experts": experts}).model.params_active
     training = Training(adopted.replace({"batch.tokens": 256}), tokens, device="cpu")
     assert torch.equal(training.load_balance.bias_LE, run.router_bias_LE)

@@ -210,9 +210,14 @@ FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
             "loss = {jsonl = '{out}/a', key = 'loss', step = 'it'}\n",
             "/out/a: in a line with loss, the step (it) is None, not a valid number; set loss.step to another key",
         ),
+        (
+            """echo '{"loss": 9, "loss": 3}' > {out}/a; : {lr} {seed}""",
+            "loss = {jsonl = '{out}/a', key = 'loss'}\n",
+            '/out/a: line 1: one JSON object has the key "loss" 2 times; keep one',
+        ),
         (ROW, "loss = {jsonl = '{out}', key = 'l'}\n", "/out: Is a directory; correct the path of"),
     ],
-    ids=["crash", "no loss", "timeout", "signal", "key", "null", "step", "folder"],
+    ids=["crash", "no loss", "timeout", "signal", "key", "null", "step", "twice", "folder"],
 )
 def test_a_command_that_fails_at_the_start_ends_the_search(write: Write, command: str, more: str, error: str) -> None:
     loss = "" if "loss" in more else PATTERN

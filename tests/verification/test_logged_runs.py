@@ -164,6 +164,15 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
     assert message in str(refusal.value)
 
 
+def test_a_row_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "runs.jsonl", rows({64: -6.0, 128: -6.0}))
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:3], lines[3].replace('"loss"', '"loss": 9.0, "loss"'), *lines[4:]]))
+    with pytest.raises(InputError) as refusal:
+        transfer_of_runs(file)
+    assert str(refusal.value) == f'{file}: line 4: one JSON object has the key "loss" 2 times; keep one'
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -> None:
     message = {

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -80,7 +81,8 @@ def command_of(verb: str) -> Any:
     command.help = "\n\n".join(filter(None, [VERBS[verb], command.help]))
     for each in [command, *getattr(command, "commands", {}).values()]:
         # Without line breaks inside paragraphs, the terminal wraps the text.
-        each.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (each.help or "").split("\n\n"))
+        plain = "\n\n".join(" ".join(paragraph.split()) for paragraph in (each.help or "").split("\n\n"))
+        each.help = escape(plain)
     return command
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import RenderableType
+from rich.markup import escape
 
 from leaven.catalogue.runs import FOLDER as RUNS
 from leaven.cli import INTERRUPTED, parameter_name
@@ -38,12 +39,12 @@ def option(help: str, default: str | bool = True, names: str = "", **more: Any) 
     ``names``, such as ``"--output -o"``, are the option's names; by default, typer derives one from the parameter.
     ``default`` is the text that ``--help`` shows as the default: True for the default value itself, False for none.
     """
-    return typer.Option(*names.split(), help=help, show_default=default, **more)
+    return typer.Option(*names.split(), help=escape(help), show_default=default, **more)
 
 
 def argument(metavar: str, help: str, default: str | bool = True) -> Any:
     """Return an argument of a command for typer. ``default`` is as in :func:`option`."""
-    return typer.Argument(metavar=metavar, help=help, show_default=default)
+    return typer.Argument(metavar=metavar, help=escape(help), show_default=default)
 
 
 RecipeArgument = Annotated[Path, argument("RECIPE", "A recipe file (TOML).")]
@@ -51,7 +52,7 @@ RunArgument = Annotated[Path, argument("RUN", "The run folder that leaven train 
 SetOption = Annotated[
     list[str] | None,
     option(
-        "Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
+        "Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. KEY= removes a value. Repeatable.",
         metavar="KEY=VALUE",
         names="--set",
     ),
@@ -89,7 +90,7 @@ def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default:
         except InputError as error:  # typer would change the message of any other exception
             raise typer.BadParameter(str(error)) from None
 
-    return typer.Option(parser=parser, metavar=metavar, help=help, show_default=default)
+    return typer.Option(parser=parser, metavar=metavar, help=escape(help), show_default=default)
 
 
 def list_option(parse: Callable[[str], Any], help: str, default: str | bool = True, metavar: str = "LIST") -> Any:
@@ -172,9 +173,6 @@ def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
         )
-    paths = [override.partition("=")[0].strip() for override in overrides or ()]
-    if twice := next((path for path in paths if paths.count(path) > 1), None):
-        raise InputError(f"--set {twice} is given more than once; give it once")
     read = read_recipe(recipe, overrides or ())
     if changed := [path for path, why in read.why.items() if BY_REWIND in why]:
         said = f"{listed(changed, 'and')}, which --rewind-to changed during that run (see [why])"

@@ -40,7 +40,7 @@ def weights(
     ] = None,
     tokens: TokensOption = None,
     averaged: Annotated[
-        bool, option(r"Write the averaged weights of a run that has \[average] in its recipe.", names="--averaged")
+        bool, option("Write the averaged weights of a run that has [average] in its recipe.", names="--averaged")
     ] = False,
     json_output: JsonOption = False,
 ) -> None:

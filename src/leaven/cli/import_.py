@@ -8,7 +8,7 @@ from leaven.cli.common import JsonOption, argument, group, option, print_documen
 from leaven.documents.runs import ImportDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
-from leaven.views.terminal.console import echo, errors
+from leaven.views.terminal.console import echo, say_unread
 from leaven.views.terminal.files import wrote
 
 app = group()
@@ -68,7 +68,4 @@ def config(
     else:
         echo(render(found.recipe), newline=False)  # so that `> OUT.toml` writes a valid recipe
     if not json_output:
-        for line in found.unknown:
-            errors.print(f"unknown   {line}")
-        if found.unread:
-            errors.print(f"ignored   {', '.join(found.unread)}")
+        say_unread(found.unknown, found.unread)

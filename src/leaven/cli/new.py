@@ -31,7 +31,7 @@ from leaven.planning.this_machine import gpus_here
 from leaven.recipe.data import DataSource
 from leaven.recipe.files import write_recipe
 from leaven.scaling.tested_ranges import unlike, warnings
-from leaven.views.terminal.console import warn
+from leaven.views.terminal.console import say_unread, warn
 from leaven.views.terminal.files import adopted, derived
 
 
@@ -91,7 +91,7 @@ def new(
         ),
     ] = None,
     source: Annotated[
-        str, option(r"The text to train on: a file, a glob or hf://... It becomes the key source in \[data].")
+        str, option("The text to train on: a file, a glob or hf://... It becomes the key source in [data].")
     ] = "python-stdlib",
     vocab: Annotated[int | None, count_option("Vocabulary size.", "chosen by size")] = None,
     seq_len: Annotated[int | None, count_option("Sequence length in tokens.", "chosen by size")] = None,
@@ -197,7 +197,8 @@ def _adopt(output: Path, name: str, weights: Path, tokens: int | None, source: s
     from leaven.interop.weights import card_caution, read_huggingface, recipe_from, zeros_caution
 
     plain = read_huggingface(weights)
-    recipe = recipe_from(plain, name, source=source, tokens=tokens)
+    found = recipe_from(plain, name, source=source, tokens=tokens)
+    recipe = found.recipe
     warn(filter(None, [zeros_caution(weights), card_caution(recipe)]))
     write_recipe(recipe, output)
     document = AdoptedRecipe(
@@ -206,6 +207,10 @@ def _adopt(output: Path, name: str, weights: Path, tokens: int | None, source: s
         params=recipe.model.params,
         params_active=recipe.model.params_active,
         tokens=recipe.data.tokens,
+        unknown=found.unknown,
+        unread=found.unread,
     )
     screen = adopted(output, recipe, weights, document.architecture)
     print_document(document, screen, json_output, next_commands.after_new(output, None, recipe))
+    if not json_output:
+        say_unread(found.unknown, found.unread)

@@ -1,7 +1,6 @@
 """Read text files document by document: a .txt file, a line of a .jsonl file, or a row of a .parquet file."""
 
 import io
-import json
 import os
 import re
 import time
@@ -162,9 +161,11 @@ def _open_lines(path: Path) -> Any:
 
 def _json_row(place: str, line: bytes, text: str) -> TextRow:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = storage.foreign_json(line.decode("utf-8-sig"), text)
     except UnicodeDecodeError as error:
         return TextRow(place, fault=f"is not UTF-8 ({error})")
+    except InputError as error:
+        return TextRow(place, fault=f"can be read in two ways ({error})")
     except (ValueError, RecursionError) as error:
         return TextRow(place, fault=f"is not JSON ({error}); write one JSON object per line")
     found = row.get(text, row) if isinstance(row, dict) else row
@@ -184,7 +185,7 @@ def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
 
     with parquet.ParquetFile(path, page_checksum_verification=True) as file:
         require_text_column(file.schema_arrow, text)
-        yield from column_rows(rows.column(0) for rows in file.iter_batches(batch_size=_ROWS, columns=[text]))
+        yield from column_rows(rows.column(text) for rows in file.iter_batches(batch_size=_ROWS, columns=[text]))
 
 
 def require_text_column(schema: Any, text: str) -> None:
@@ -194,6 +195,8 @@ def require_text_column(schema: Any, text: str) -> None:
     if text not in schema.names:
         columns = ", ".join(schema.names)
         raise BrokenFile(f"has no column {text}, only {columns}; name one: source = [{{ source = ..., text = ... }}]")
+    if schema.names.count(text) > 1:
+        raise BrokenFile(f"has {schema.names.count(text)} columns {text}; rename or remove all but one")
     kind = schema.field(text).type
     if not (types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view"):
         hint = "; to train on lists of token ids in parquet files, give their folder as hf:///folder"

@@ -4,12 +4,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,6 +118,26 @@ class Encoder:
         with _refusing("cannot encode the text"):
             return [kind for kind, (text, *others) in _PROBES.items() if words(text) in map(words, others)]
 
+    def lost_word(self, texts: Iterable[str]) -> str | None:
+        """Return the first word of ``texts`` that the tokens do not give back, or None.
+
+        White space and the Unicode form of letters may differ. Return None for tokenizers that are not byte-level,
+        because their tokens give back only a part of the text.
+        """
+        if not (self.has_all_bytes and '"ByteLevel"' in _decoder(self.tokenizer)):
+            return None
+        self.tokenizer.encode_special_tokens = True
+        for text in texts:
+            with _refusing("cannot encode the text"):
+                ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+                decoded = self.tokenizer.decode(ids, skip_special_tokens=False)
+            kept, at = "".join(normalize("NFC", decoded).split()), 0
+            for word in normalize("NFC", text).split():
+                if not kept.startswith(word, at):
+                    return word
+                at += len(word)
+        return None
+
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
         """Return the tokens of the training pieces, and the tokens of the validation pieces."""
         self.tokenizer.encode_special_tokens = True  # as ordinary text, if a document contains them
@@ -220,6 +242,17 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
                 meter.advance(len(piece.text.encode()))
 
 
+def first_texts(corpora: Sequence[Corpus]) -> Iterator[str]:
+    """Yield text from the beginning of each source, in all at most `PIECE_CHARACTERS`."""
+    for corpus in corpora:
+        left = PIECE_CHARACTERS // len(corpora)
+        for piece in chain.from_iterable(map(pieces, corpus.documents())):
+            yield piece.text[:left]
+            left -= len(piece.text)
+            if left <= 0:
+                break
+
+
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
     """Yield a document in pieces that end at line ends if possible. Small pieces can be encoded in parallel, and
     limit memory: encoding needs 100 bytes for each token."""
@@ -270,7 +303,7 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     the tokenizer is neither byte-level nor from SentencePiece."""
     with _refusing("is not a whole tokenizer.json"):
         given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
-    decoder = given.decoder.__getstate__().decode() if given.decoder else ""
+    decoder = _decoder(given)
     vocabulary: dict[str, int] = given.get_vocab(with_added_tokens=False)
     if '"ByteLevel"' in decoder:
         lengths = {number: len(token) for token, number in vocabulary.items()}  # each character represents one byte
@@ -286,6 +319,10 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     counts = np.zeros(max(lengths) + 1, dtype=np.int64)
     counts[list(lengths)] = list(lengths.values())
     return counts
+
+
+def _decoder(tokenizer: "Tokenizer") -> str:
+    return tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else ""
 
 
 def bits_per_byte_factor(tokenizer: Path | None, targets: NDArray[np.int64]) -> float | None:

@@ -21,7 +21,7 @@ from leaven.data.shards import ShardedTokens, Shards, shards
 from leaven.data.sources import SourceParts, refuse_repeated_files, source_parts
 from leaven.data.stream import Mixture, Stream, validation_windows
 from leaven.data.token_source import TokenReader
-from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
+from leaven.data.tokenizer import Encoder, first_texts, given_tokenizer, train_tokenizer
 from leaven.errors import InputError
 from leaven.recipe.data import Data
 from leaven.recipe.files import cache_folder
@@ -36,6 +36,7 @@ FORMAT = 3
 LEFT_OVER = 0.01  # a larger share of a source in tokens that fill no sequence is named
 LARGE_SHARE = 0.2  # a larger share of a text for validation is named; usual is a twentieth
 MOST_WINDOWS = 1_000  # validation windows; a line proposes no more
+_SHOWN = 40  # characters of a word that a line shows
 UNEVEN = 0.05  # a larger difference between the shares of a source in validation and training is named
 
 
@@ -207,9 +208,13 @@ def prepare(
             "data.tokenizer lacks tokens for some bytes: text outside its vocabulary becomes unknown tokens or is "
             "left out; to keep all text, give a byte-level tokenizer, or one with byte_fallback"
         )
-    if texts and encoder is not None and encoder.not_kept:
+    lost = encoder.not_kept if texts and encoder is not None else []
+    if texts and given is not None and encoder is not None and not lost:
+        word = encoder.lost_word(first_texts(corpora))
+        lost = [] if word is None else [f"some text, such as {word[:_SHOWN]!r}"]
+    if lost:
         skipped.append(
-            f"data.tokenizer does not keep {listed(encoder.not_kept, 'and')}: the run trains on the changed text, "
+            f"data.tokenizer does not keep {listed(lost, 'and')}: the run trains on the changed text, "
             "and its bits per byte are of the changed text; to keep all text, give a tokenizer without such a "
             "normalizer or pre-tokenizer"
         )

@@ -297,6 +297,8 @@ class AdoptedRecipe(Document, schema="new-from-weights/1"):
     params: int
     params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
     tokens: int
+    unknown: list[str]  # values of the recipe that the model's config.json does not contain
+    unread: list[str]  # what of it a recipe cannot contain
     next: list[str] = []  # commands to type next
 
 

@@ -222,7 +222,7 @@ def _require(key: str, value: Any, kind: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(storage.read(path))
+        document = storage.foreign_json(storage.read(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -23,8 +23,9 @@ from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.errors import InputError
 from leaven.interop.architectures import Architecture, Config, Stored, holding, shape_values
-from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
+from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, Imported, likely_batch, likely_lr
 from leaven.interop.configs.export import environment
+from leaven.interop.configs.from_transformers import read_model
 from leaven.interop.huggingface_config import HuggingFaceModel, read_config, read_json
 from leaven.recipe.files import parse_recipe, read_text
 from leaven.recipe.recipe import Recipe, differences, flatten
@@ -494,7 +495,7 @@ def zeros_caution(folder: Path) -> str | None:
     )
 
 
-def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
+def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Imported:
     """Return a recipe that starts from a model's weights and trains on the data ``source``.
 
     The recipe has no ``scaling.base``, so its scaling rule changes nothing. ``tokens`` defaults to 20 per parameter.
@@ -506,10 +507,8 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
         )
     given_tokenizer(str(tokenizer), shape.vocab_size)
     draft = Draft(f"{plain.folder}/config.json")
-    draft.set_architecture(plain, draft.origin)
+    read_model(draft, plain)
     why = f"a {plain.architecture.name} model: its weights, divided by the recipe's multipliers; init_std is not used"
-    if plain.further_tokens:
-        why += "; its layers for multi-token prediction are not read"
     draft.set("start.weights", str(plain.folder), why)
     draft.values["data.source"] = source
     draft.set("data.tokenizer", str(tokenizer), "the model's own tokenizer: the embedding was trained for its ids")
@@ -525,7 +524,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
         f"{why}; config.json has no lr. Continued pre-training works best when the lr rises again to about the peak "
         "of pre-training (Ibrahim et al. 2024, arXiv 2403.08763); tune the lr",
     )
-    return draft.recipe(name)
+    return Imported(draft.recipe(name), tuple(draft.unknown), tuple(draft.unread))
 
 
 def card_caution(recipe: Recipe) -> str | None:

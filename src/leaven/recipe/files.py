@@ -62,13 +62,19 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also for numbers with too many digits and for deep arrays
         raise InputError(f"{origin}: not TOML: {error}") from None
+    given: list[tuple[str, list[str]]] = []
     for override in overrides:
         path, separator, value = override.partition("=")
         if not separator or not path.strip():
             raise InputError(f"--set {override}: not a key and a value; write --set key.subkey=value")
+        keys = split_path(path.strip())
+        for other, its_keys in given:
+            if all(a == b for a, b in zip(keys, its_keys, strict=False)):  # the same value, or a table and its value
+                raise InputError(f"--set {other} and --set {override} set the same value; leave one out")
+        given.append((override, keys))
         _override(document, path.strip(), value.strip())
         if isinstance(why := document.get("why"), dict):
-            why.pop(path.strip(), None)  # the reason belongs to the value that was replaced
+            why.pop(".".join(keys), None)  # the reason belongs to the value that was replaced
     _require_plain(document, origin)
     return document
 
@@ -112,11 +118,13 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
     if not text:
         _remove(document, path)
         return
-    try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except RecursionError:
-        raise InputError(f"--set {path}: nested more than {DEEPEST} deep; use fewer levels") from None
-    except ValueError:
+    found = _toml(path, f"value = {text}")
+    # A second assignment or a comment after the value is valid in a document, but not in a list.
+    if "\n" in text if found is None else _toml(path, f"value = [{text}]") is None:
+        raise InputError(f"--set {path}: more than one value, or a comment, follows the =; give one value")
+    if found is not None:
+        value: Any = found["value"]
+    else:
         try:  # not TOML, so a quantity (7B) or a bare word (cosine)
             value = parse_quantity(text)
         except InputError:
@@ -126,6 +134,16 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
     except (AttributeError, TypeError):
         outer = ".".join(split_path(path)[:-1])
         raise InputError(f"--set {path}: {outer} is a value, not a table; write --set {outer}=VALUE") from None
+
+
+def _toml(path: str, text: str) -> dict[str, Any] | None:
+    """Return the TOML text of ``--set path``, or None if it is not TOML."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise InputError(f"--set {path}: nested more than {DEEPEST} deep; use fewer levels") from None
+    except ValueError:
+        return None
 
 
 def _remove(document: dict[str, Any], path: str) -> None:

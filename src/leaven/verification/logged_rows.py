@@ -366,7 +366,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
     """Return the rows of a CSV or JSON lines file, with lower-case columns. Raise InputError if it cannot be used."""
     try:
         if path.suffix.lower() == ".jsonl":
-            read = storage.read_json_lines(path)
+            read = storage.read_json_lines(path, storage.foreign_json)
             if read.damaged:
                 raise InputError(f"{path}: line {read.damaged[0]} is not a JSON object; correct or remove it")
             if read.torn:

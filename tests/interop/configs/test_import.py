@@ -439,6 +439,15 @@ def test_ranks_scale_batch_and_tokens(tmp_path: Path) -> None:
         from_megatron.read(f"{MINIMAL} --tensor-model-parallel-size 2", "args.sh", "x", 3)
 
 
+@pytest.mark.parametrize("file", ["config.json", "training_args.json"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, file: str) -> None:
+    path = folder(tmp_path, CONFIG, {"max_steps": 100})
+    text = (path / file).read_text()
+    (path / file).write_text(text.replace("{", '{"seed": 7, "seed": 8, ', 1))
+    with refused(f'{path / file}: cannot be read as JSON (one JSON object has the key "seed" 2 times; keep one)'):
+        from_transformers.read(path, "x")
+
+
 @pytest.mark.parametrize("family", sorted(MIXTURES.keys() - {"deepseek-v3"}))  # whose loss transformers does not have
 def test_experts_come_back_from_transformers(tmp_path: Path, family: str) -> None:
     recipe = base().replace(MIXTURES[family])

@@ -4,7 +4,6 @@ Up to 0.2.2, torchtitan reads a TOML file, which names a model by its flavor. Fr
 ``--debug.save_config_file`` saves a JSON file, which describes every module and parameter group.
 """
 
-import json
 import math
 import re
 import tomllib
@@ -21,6 +20,7 @@ from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.files import read_text
 from leaven.recipe.shape import ModelShape
+from leaven.storage import foreign_json
 
 TABLE = tomllib.loads((Path(__file__).parent / "targets/torchtitan_keys.toml").read_text(encoding="utf-8"))
 SAVE = "run torchtitan with --debug.save_config_file config.json and give that file"
@@ -56,7 +56,7 @@ def _document(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
     text = read_text(path)
     try:
-        document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        document = foreign_json(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as TOML or JSON ({error}); {SAVE}") from None
     model = document.get("model")

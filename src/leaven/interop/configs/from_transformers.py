@@ -41,7 +41,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     draft = Draft(str(path))
     model = read_config(config_path)
     architecture, shape = model.architecture, model.shape
-    draft.set_architecture(model, CONFIG)
+    read_model(draft, model)
     if architecture.scaled_branch_ends:
         for module in shape.branch_ends:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
@@ -49,12 +49,6 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     if architecture.factors(shape, model.config):
         why = "leaven's models have no such factors, so a new run has other initial values"
         draft.unread.append(f"factors by which {architecture.name} multiplies the embedding or the logits: {why}")
-    without = f"the bias on the logits that {architecture.name} also trains: leaven's models have none"
-    draft.unread += [without] * architecture.logits_bias
-    if model.further_tokens:
-        draft.unread.append("layers for multi-token prediction: leaven has none")
-    if shape.experts and shape.experts.balanced_by_loss:
-        _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
     _training(draft, model, arguments_path, ranks)
     has = f"leaven reads {ARGUMENTS if arguments_path else CONFIG} instead"
     for file, values in (
@@ -65,6 +59,18 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         instead = "to use it, set data.tokenizer" if file == "tokenizer.json" else has
         draft.unread += [f"{file}: {values}; {instead}"] * (config_path.parent / file).exists()
     return draft.finish(name, shape)
+
+
+def read_model(draft: Draft, model: HuggingFaceModel) -> None:
+    """Set what config.json says about the model and its losses, and list what leaven's models do not have."""
+    architecture, shape = model.architecture, model.shape
+    draft.set_architecture(model, CONFIG)
+    without = f"the bias on the logits that {architecture.name} also trains: leaven's models have none"
+    draft.unread += [without] * architecture.logits_bias
+    if model.further_tokens:
+        draft.unread.append("layers for multi-token prediction: leaven has none")
+    if shape.experts and shape.experts.balanced_by_loss:
+        _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
 
 
 def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None, ranks: int | None) -> None:

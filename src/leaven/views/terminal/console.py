@@ -5,6 +5,7 @@ Control characters in file names, recipes and messages of other programs are mad
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, cast
 
@@ -40,7 +41,8 @@ class _Stream:
         try:
             return function(*arguments)
         except OSError as error:
-            if error.errno in {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}:
+            gone = error.errno in {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}
+            if gone and not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):  # a file has no reader that ends
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             elif not self._forgiving:
                 raise
@@ -90,6 +92,14 @@ def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> N
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])
+
+
+def say_unread(unknown: Iterable[str], unread: Sequence[str]) -> None:
+    """Print what the files of another program do not say, and what of them a recipe cannot contain."""
+    for line in unknown:
+        errors.print(f"unknown   {line}")
+    if unread:
+        errors.print(f"ignored   {', '.join(unread)}")
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
