@@ -154,3 +154,8 @@ def test_the_list_of_accelerators_marks_unverified_numbers(
 def test_only_the_speed_of_an_unmeasured_matmul_is_assumed(leaven: Verb) -> None:
     assert "bf16 794.5 · fp8 1402.6 · 80% of the peak\n" in leaven("hardware", "H100-SXM-80GB")[1]
     assert "none known · 80% of the peak is assumed" in leaven("hardware", "H100-PCIe-80GB")[1]
+
+
+def test_check_names_a_value_without_effect(leaven: Verb) -> None:
+    _, _, err = leaven("recipes", "check", EXAMPLE, "--set", "scaling.rule=mup", "--set", "scaling.alpha=0.5")
+    assert "scaling.alpha = 0.5: no effect with the rule mup" in err

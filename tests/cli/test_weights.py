@@ -44,6 +44,19 @@ def test_exported_weights_are_the_start_of_a_new_recipe(leaven: Verb, scaled_run
     assert wide.why["start.weights"] == "left out: the weights of the previous recipe have another shape"
 
 
+def test_values_of_the_model_card_that_a_new_recipe_does_not_take_are_named(
+    leaven: Verb, scaled_run: Path, tmp_path: Path
+) -> None:
+    out, recipe = tmp_path / "out", tmp_path / "next.toml"
+    assert leaven("export", "weights", scaled_run, out)[0] == 0
+    said = " ".join(leaven("new", recipe, "--from-weights", out, "--tokens", "4k")[2].split())
+    assert f"the recipe in {out / 'README.md'} has other values, which are not taken: " in said
+    assert "hyperparameters.lr, " in said
+    (out / "README.md").write_text("# A model of somebody else\n\n```toml\nname = 1\n```\n")
+    code, _, err = leaven("new", recipe.with_name("b.toml"), "--from-weights", out, "--tokens", "4k")
+    assert (code, "not taken" in err) == (0, False)
+
+
 def test_start_weights_with_the_token_ids_of_another_tokenizer_are_named(
     leaven: Verb, scaled_run: Path, tmp_path: Path
 ) -> None:

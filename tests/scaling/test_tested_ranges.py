@@ -19,6 +19,29 @@ def test_the_base_and_a_near_target_have_no_warnings(tiny: Recipe) -> None:
     assert about(transfer(tiny, width=32, depth=4, tokens=40_960)) == {}
 
 
+@pytest.mark.parametrize(
+    ("value", "others"),
+    [
+        ({"scaling.alpha": 0.5}, {"scaling.rule": "mup"}),
+        ({"scaling.token_exponent": 0.3}, {"scaling.rule": "completep"}),
+        ({"scaling.scale_decay_with_depth": True}, {"scaling.alpha": 1.0}),
+        ({"schedule.decay_ratio": 0.3}, {"schedule.decay": "linear"}),
+        ({"schedule.min_lr_ratio": 0.3}, {"schedule.decay": "constant"}),
+    ],
+)
+def test_a_value_without_effect(tiny: Recipe, value: dict[str, object], others: dict[str, object]) -> None:
+    effective = {"scaling.rule": "complete-d-p", "scaling.alpha": 0.5, "schedule.decay": "wsd"}
+    assert "without effect" not in about(tiny.replace(effective | value))
+    (path, number), *_ = value.items()
+    (message,) = (each.message for each in warnings(tiny.replace(effective | value | others)) if path in each.message)
+    assert f"{path} = {number}" in message
+
+
+def test_a_default_that_would_be_invalid_is_not_needed(tiny: Recipe) -> None:
+    warmed = tiny.replace({"schedule.decay": "inverse_sqrt", "schedule.warmup_tokens": 1_024})
+    assert "without effect" not in about(warmed)
+
+
 def test_ratios_beyond_what_was_tested(tiny: Recipe) -> None:
     found = about(transfer(tiny, width=16 * 32, depth=2 * 33, batch_tokens=2_048))
     assert found["width ratio"] == (32, 16)

@@ -782,6 +782,27 @@ def test_ctrl_c_stops_a_run_whose_signal_handler_raises_nothing(
     assert len(seen) == 4
 
 
+def test_a_second_run_with_dropout_in_the_same_process_is_refused(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    recipe, refusals = recipe.replace({"model.dropout": 0.1}), list[str]()
+
+    def other(step: object) -> None:
+        with pytest.raises(InputError, match="another thread of this process trains with dropout") as refused:
+            train(recipe, tokens, tmp_path / "other")
+        refusals.append(str(refused.value))
+
+    def on_step(step: object) -> None:
+        thread = threading.Thread(target=other, args=(step,))
+        thread.start()
+        thread.join()
+
+    train(recipe, tokens, tmp_path / "run", on_step=on_step, stop=lambda: bool(refusals))
+    assert refusals
+    assert not (tmp_path / "other").exists()
+    assert train(recipe, tokens, tmp_path / "run").finished
+
+
 def test_a_run_in_another_thread_leaves_ctrl_c_to_the_main_thread(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from leaven.training import checkpoint, run_folder
 from leaven.training.rewind import ManualRewind, text_left_out
 from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, tokens_of
 from leaven.training.trainer import check, train
+from leaven.views.folders import read_run
 
 KEPT = {"stability__keep_every_tokens": 16 * STEP, "data__tokens": 64 * STEP}
 RUN = recipe(**KEPT)
@@ -127,6 +128,19 @@ def test_a_checkpoint_that_a_rewind_has_undone_is_not_said_to_be_the_newest(
         stopped = train(RUN, text(), run.path, rewind=ManualRewind(32 * STEP), stop=lambda: True)
     assert max(map(tokens_of, checkpoints(run.checkpoints))) == 64 * STEP
     assert (stopped.finished, stopped.saved_tokens) == (False, 32 * STEP)
+
+
+def test_seconds_count_the_steps_that_rewinds_have_undone(run: RunFolder) -> None:
+    finish = run.finish()
+    assert finish is not None
+    for target in (40, 20):  # stopped before a new checkpoint
+        stopped = train(RUN, text(), run.path, rewind=ManualRewind(target * STEP), stop=lambda: True)
+        assert not stopped.finished
+        assert stopped.seconds == pytest.approx(finish["seconds"])
+        shown = read_run(run.path).seconds
+        assert shown is not None
+        assert shown == pytest.approx(finish["seconds"])
+    assert train(RUN, text(), run.path, rewind=ManualRewind(20 * STEP)).seconds > finish["seconds"]
 
 
 @pytest.mark.parametrize("first", [20, 40])

@@ -109,3 +109,20 @@ def test_a_compiled_model_has_the_same_losses(tiny: Recipe, tokens: TokenSet) ->
     assert a == pytest.approx(b, abs=1e-4)
     assert plain.evaluate() == pytest.approx(compiled.evaluate(), abs=1e-4)
     assert list(plain.checkpoint().model) == list(compiled.checkpoint().model)
+
+
+@pytest.mark.slow
+def test_models_with_other_multipliers_use_the_compiled_code(tiny: Recipe, tokens: TokenSet) -> None:
+    def train(residual: float) -> None:
+        training = Training(tiny.replace({"layout.compile": True, "hyperparameters.residual": residual}), tokens)
+        training.step()
+        training.evaluate()
+
+    train(1.0)
+    train(0.9)  # from a second value on, the compiled code takes the multiplier as an argument
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        train(0.8)
+        train(0.7)
+    finally:
+        torch.compiler.set_stance("default")

@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
     faster = short.replace({"hyperparameters.lr": 0.02})
     for recipe, text, run, says in (
         (faster, tokens, folder.path, "hyperparameters.lr was 0.01, is now 0.02"),
-        (short, replace(tokens, fingerprint="other"), folder.path, "was trained on other text"),
+        (short, replace(tokens, fingerprint="other"), folder.path, "an older leaven took another token"),
         (short, tokens, stranger, r"is not empty and holds no recipe.toml"),
     ):
         with pytest.raises(InputError, match=says):

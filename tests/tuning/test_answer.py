@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -315,6 +316,20 @@ def test_a_reason_has_the_study_and_the_flat_region() -> None:
     assert beta.startswith("study wheat, trial 63 (trust-region, 64 trials); validation loss 3.0000")
     low, high = beta.split(", the loss is equal within the noise")[0].split("from ")[-1].split(" to ")
     assert float(low) < 1 - 0.1 * 2**0.3 < float(high)  # although beta falls where its distance rises
+
+
+@pytest.mark.parametrize("centre", [3, 50, 1_234, 40_000])
+def test_ends_of_a_flat_region_of_whole_numbers_lie_inside(centre: int) -> None:
+    dimensions = (dataclasses.replace(DIMENSIONS[0], centre=float(centre), whole=True), *DIMENSIONS[1:])
+    found = answer(study([OPTIMUM]), dimensions, 0.02)
+    document = document_of(found).model_copy(update={"dimensions": dimensions})
+    exact = [centre * 2**x for x in next(each.flat for each in found.coordinates if each.path == PATHS[0])]
+    said = reason(
+        PATHS[0], document, SimpleNamespace(values=lambda at: {p: round(centre * 2**x) for p, x in at.items()})
+    )
+    match = re.search(r"from ([\d,]+) to ([\d,]+), the loss is equal within the noise", said)
+    assert match is not None
+    assert [int(end.replace(",", "")) for end in match.groups()] == [math.ceil(exact[0]), math.floor(exact[1])]
 
 
 def test_the_front_counts_branches_by_their_tokens_and_other_seeds_by_their_mean() -> None:

@@ -211,12 +211,23 @@ def test_settings_that_change_what_values_mean_are_named(folder: Path, tiny: Rec
     def cautions(changes: dict[str, Any], which: str = LR) -> list[str]:
         return [line.partition(": ")[2] for line in unlike_earlier(folder, space(tiny.replace(changes), which))]
 
-    assert cautions({"hyperparameters.optimizer": "adam"})[0].startswith(
-        "its hyperparameters.optimizer is adamw, and this"
-    )
+    said = "so losses and best values may differ"
+    assert cautions({"hyperparameters.optimizer": "adam"}) == [
+        f"its recipe has hyperparameters.optimizer adamw (here adam), {said}"
+    ]
+    others = {"hyperparameters.beta2": 0.9, "precision.compute": "bf16", "model.qk_norm": False}
+    assert cautions(others | {"stability.keep": 3, "data.seed": 1, "model.n_layers": 4}) == [
+        "its recipe has model.qk_norm True (here False), hyperparameters.beta2 0.95 (here 0.9) and "
+        f"precision.compute fp32 (here bf16), {said}"
+    ]
+    assert cautions({"hyperparameters.beta2": 0.9}, f"{LR},hyperparameters.beta2") == [
+        "it did not search hyperparameters.beta2, so it says nothing about these values"
+    ]
     assert cautions({"scaling.token_exponent": 0.3}) == []  # at its base, the rule changes nothing
     longer = {"scaling.base": tiny.base.model_dump(), "data.tokens": 2 * tiny.data.tokens}
-    assert cautions(longer | {"scaling.token_exponent": 0.3})[0].startswith("its scaling.token_exponent is 0.5, and")
+    assert cautions(longer | {"scaling.token_exponent": 0.3})[0].startswith(
+        "its recipe has scaling.token_exponent 0.5 (here 0.3), so"
+    )
     assert cautions({"model.dropout": 0.1})[0].startswith("the values are from a dropout of 0")
     with pytest.raises(InputError, match="this study searched none of these values; leave --from-study out"):
         earlier_trials(folder, space(tiny, "hyperparameters.grad_clip"))

@@ -194,11 +194,11 @@ def _require_no_proxy(path: Path) -> None:
 
 
 def _adopt(output: Path, name: str, weights: Path, tokens: int | None, source: str, json_output: bool) -> None:
-    from leaven.interop.weights import read_huggingface, recipe_from, zeros_caution
+    from leaven.interop.weights import card_caution, read_huggingface, recipe_from, zeros_caution
 
     plain = read_huggingface(weights)
     recipe = recipe_from(plain, name, source=source, tokens=tokens)
-    warn(filter(None, [zeros_caution(weights)]))
+    warn(filter(None, [zeros_caution(weights), card_caution(recipe)]))
     write_recipe(recipe, output)
     document = AdoptedRecipe(
         path=str(output),

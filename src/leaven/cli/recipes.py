@@ -181,6 +181,7 @@ def check(
     from leaven.cli import next_commands
     from leaven.data.sources import text_tokens
     from leaven.scaling.table import adamw_rows
+    from leaven.scaling.tested_ranges import without_effect
 
     read = load_recipe(recipe, overrides)
     of_text = corpus_tokens
@@ -189,6 +190,7 @@ def check(
             of_text = text_tokens(read.data, read.model.vocab_size)
         except InputError as error:
             warn([f"{error}; the number of epochs is not checked"])
+    warn(each.message for each in without_effect(read))
     found = findings(read, adamw_rows, of_text)
     passed = all(one.severity == "note" for one in found)
     if passed:

@@ -142,11 +142,12 @@ def uses(parts: SourceParts) -> Iterator[tuple[TextPart | TokenPart, str]]:
 
 
 def refuse_repeated_files(sources: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if a file is found twice, by one source or by two. A symbolic link is the same file.
+    """Raise InputError if a file is found twice, by one source or by two. Its documents could then be used for both
+    training and validation.
 
-    A document could otherwise be used for both training and validation. The error is not raised if two sources share
-    a file of token ids, and both use it for training, or both for validation. Hard links count as different files,
-    because some tools use them for different documents with equal content.
+    Two sources may share a file of token ids if both use it for training, or both for validation. A symbolic link
+    counts as the file to which it leads. Hard links count as different files, because some tools use them for
+    different documents with equal content.
     """
     found: dict[Path, tuple[Path, str, str]] = {}  # path, source and use of each file
     for source, parts in sources.items():

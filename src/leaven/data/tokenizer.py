@@ -31,6 +31,18 @@ TRAINING_BYTES = 2**26
 """Approximate limit on the bytes of text on which a BPE is trained. Training takes 0.1 s per MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_PROBES = {  # a text, and texts without one detail; if one gives the same words, the tokenizer removes the detail
+    "capitals": ("Ab", "ab"),
+    "accents": ("\N{LATIN SMALL LETTER E WITH ACUTE}", "e"),
+    "full-width letters": ("\N{FULLWIDTH LATIN CAPITAL LETTER A}", "A"),
+    "spaces": ("a b", "ab"),
+    "repeated spaces": ("a  b", "a b"),
+    "spaces at the ends of a text": ("  a  ", "a"),
+    "line ends": ("a\nb", "a b", "ab"),
+    "tabs": ("a\tb", "a b", "ab"),
+    "punctuation": ("a-b", "ab"),
+    "digits": ("1", "2"),
+}
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_WORD + 1},}}")
 
@@ -91,6 +103,18 @@ class Encoder:
             return vocabulary.keys() >= set(_library().pre_tokenizers.ByteLevel.alphabet())
         each = {f"<0x{byte:02X}>" for byte in range(256)}
         return bool(document["model"].get("byte_fallback")) and vocabulary.keys() >= each
+
+    @cached_property
+    def not_kept(self) -> list[str]:
+        """The details of a text, such as capitals, that normalizer or pre-tokenizer remove."""
+        normalizer, splitter = self.tokenizer.normalizer, self.tokenizer.pre_tokenizer
+
+        def words(text: str) -> list[str]:
+            text = normalizer.normalize_str(text) if normalizer else text
+            return [word for word, _ in splitter.pre_tokenize_str(text)] if splitter else [text]
+
+        with _refusing("cannot encode the text"):
+            return [kind for kind, (text, *others) in _PROBES.items() if words(text) in map(words, others)]
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
         """Return the tokens of the training pieces, and the tokens of the validation pieces."""

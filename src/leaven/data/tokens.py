@@ -25,6 +25,7 @@ from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
 from leaven.errors import InputError
 from leaven.recipe.data import Data
 from leaven.recipe.files import cache_folder
+from leaven.recipe.units import listed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -206,6 +207,12 @@ def prepare(
             "data.tokenizer lacks tokens for some bytes: text outside its vocabulary becomes unknown tokens or is "
             "left out; to keep all text, give a byte-level tokenizer, or one with byte_fallback"
         )
+    if texts and encoder is not None and encoder.not_kept:
+        skipped.append(
+            f"data.tokenizer does not keep {listed(encoder.not_kept, 'and')}: the run trains on the changed text, "
+            "and its bits per byte are of the changed text; to keep all text, give a tokenizer without such a "
+            "normalizer or pre-tokenizer"
+        )
     for name, part in found.items():
         held_out = part.validation_bytes / ((part.train_bytes + part.validation_bytes) or 1)
         if held_out > LARGE_SHARE:
@@ -285,7 +292,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the file and encoder of the tokenizer whose hash is in the file ``name``; None if damaged."""
+    """Read a tokenizer's hash from the file ``name``. Return the tokenizer's file and encoder; None if damaged."""
     from tokenizers import Tokenizer
 
     try:

@@ -26,7 +26,8 @@ from leaven.interop.architectures import Architecture, Config, Stored, holding, 
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.interop.configs.export import environment
 from leaven.interop.huggingface_config import HuggingFaceModel, read_config, read_json
-from leaven.recipe.recipe import Recipe, flatten
+from leaven.recipe.files import parse_recipe, read_text
+from leaven.recipe.recipe import Recipe, differences, flatten
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
 from leaven.recipe.units import format_quantity, listed
 from leaven.scaling.table import ParameterTable, folding
@@ -188,6 +189,10 @@ def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
     return table.transpose(dim + 1, dim + 2).reshape(part.shape)
+
+
+_CARD_RECIPE = "\n```toml\n"  # precedes the recipe in a model card
+_MOST_NAMED = 10  # values that a warning about a model card names
 
 
 def model_card(
@@ -521,6 +526,27 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
         "of pre-training (Ibrahim et al. 2024, arXiv 2403.08763); tune the lr",
     )
     return draft.recipe(name)
+
+
+def card_caution(recipe: Recipe) -> str | None:
+    """Return a warning if the model card in the folder of [start] has a recipe (:func:`model_card`) with other values
+    than ``recipe``, or None."""
+    card = (recipe.start.folder or Path()) / "README.md"
+    try:
+        text = read_text(card).rpartition(_CARD_RECIPE)[2].rpartition("\n```")[0]
+        theirs = parse_recipe(text, str(card))
+    except InputError:  # a model card of somebody else, or none
+        return None
+    adopted = ("start.", "data.source", "data.tokenizer", "data.tokens")
+    others = [path for path, *_ in differences(theirs, recipe) if not path.startswith(adopted)]
+    if more := len(others[_MOST_NAMED:]):
+        others[_MOST_NAMED:] = [f"{more} more"]
+    if not others:
+        return None
+    return (
+        f"the recipe in {card} has other values, which are not taken: {listed(others, 'and')}; to train with them, "
+        "copy that recipe, and give it the tables [start] and [data] of the new one"
+    )
 
 
 @torch.no_grad()

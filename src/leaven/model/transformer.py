@@ -164,12 +164,12 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, positions: "Positions") -> Tensor:
         y_BTD = self._input("attention", x_BTD)
         branch_BTD = self._output("attention", self.attention(y_BTD, self.norm, positions))
-        x_BTD = torch.add(x_BTD, branch_BTD, alpha=self.attention_multiplier)
+        x_BTD = _added(x_BTD, branch_BTD, self.attention_multiplier)
         if not self.parallel:
             y_BTD = self._input("mlp", x_BTD)
         mixture = isinstance(self.mlp, MixtureOfExperts)
         branch_BTD = self._output("mlp", self.mlp(y_BTD, positions.sequences) if mixture else self.mlp(y_BTD))
-        return torch.add(x_BTD, branch_BTD, alpha=self.mlp_multiplier)
+        return _added(x_BTD, branch_BTD, self.mlp_multiplier)
 
     def _input(self, branch: str, x_BTD: Tensor) -> Tensor:
         y_BTD: Tensor = self.norm[branch](x_BTD) if branch in self.norm else x_BTD.to(_compute_dtype(x_BTD))
@@ -179,6 +179,12 @@ class Block(nn.Module):
         if f"{branch}_out" in self.norm:
             y_BTD = self.norm[f"{branch}_out"](y_BTD)
         return F.dropout(y_BTD, self.dropout, self.training)
+
+
+def _added(x_BTD: Tensor, branch_BTD: Tensor, multiplier: float) -> Tensor:
+    if torch.compiler.is_compiling():  # it would compile again for each ``alpha``, and give up after eight
+        return x_BTD + branch_BTD.to(x_BTD.dtype) * multiplier
+    return torch.add(x_BTD, branch_BTD, alpha=multiplier)
 
 
 class Transformer(nn.Module):

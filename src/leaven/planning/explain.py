@@ -140,7 +140,8 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values, such as ``zero 1``, that differ from ``own`` and do not follow from others or ``key``."""
+    """Return the settings of ``layout``, such as ``zero 1``, that differ from ``own``, without ``key`` and without
+    settings that follow from it or from others."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]

@@ -281,7 +281,7 @@ def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
 
     If the times of two candidates are equal within about 1%, these criteria decide, the most important first:
 
-    1. the step is shorter if the time spent waiting for the host is left out; about 1% counts as equal;
+    1. the time of the step without the wait for the host is shorter; about 1% counts as equal;
     2. leaven can train the layout;
     3. the pipeline has enough micro-batches (:func:`thin_pipeline`);
     4. the ZeRO stage is lower;

@@ -2,8 +2,8 @@
 
 The bytes per token are the sum of width x factor over the block's widths. Each width has two pairs of factors:
 
-- ``moved``: bytes that kernels read and write, in the forward and in the backward pass;
-- ``saved``: bytes saved for the backward pass, and the peak of temporary bytes.
+- ``moved``: (forward pass, backward pass), the bytes that kernels read plus those that they write;
+- ``saved``: (saved, temporary), the bytes kept for the backward pass, and the peak of temporary bytes.
 
 benchmarks/traced_kernels.py measures them. It runs the blocks of a training code at many sizes, on fake tensors
 (FakeTensorMode). Matrix products and flash attention do not count. An RMSNorm counts as one fused kernel.

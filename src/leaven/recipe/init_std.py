@@ -204,7 +204,7 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(
-            f'base and model differ in depth, and the depth would count twice: init = "{init}" already scales the '
-            f"std of each branch's last matrix with depth ({INITS[init].outputs.text}), and rule {rule} multiplies "
-            f"each branch by L^-alpha, where L is the number of blocks; {instead}"
+            f'base and model differ in depth, and the depth would count twice: init = "{init}" scales the std of '
+            f"each branch's last matrix with the number of blocks L ({INITS[init].outputs.text}), and rule {rule} "
+            f"multiplies each branch by L^-alpha; {instead}"
         )

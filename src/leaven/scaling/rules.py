@@ -349,7 +349,7 @@ COMPLETE_D_P = Rule(
             ),
             **_rows(
                 "O^-1",
-                "derived: same as the final norm's gain, whose gradient is the bias gradient times RMS-1 activations",
+                "derived: as for the final norm's gain; its gradient is this bias's times activations of RMS 1",
                 Role.FINAL_BIAS,
             ),
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),

@@ -20,6 +20,8 @@ from leaven.recipe.recipe import Recipe, differing
 from leaven.recipe.shape import Role
 from leaven.recipe.units import listed
 from leaven.scaling.apply import factors
+from leaven.scaling.cells import LETTERS, TensorRatios
+from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.scaling.transfer import searched_paths
 
@@ -60,6 +62,33 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
         *_betas(table),
         *_coupled_decay(recipe, table),
         *_large_init(recipe, table),
+        *without_effect(recipe),
+    ]
+
+
+def without_effect(recipe: Recipe) -> list[CautionRow]:
+    """Return a warning if a number of [scaling] or [schedule] is not its default, and the default would give the same
+    factors at every scale, and the same schedule."""
+    used, values = _effects(recipe), []
+    for table, part in (("scaling", recipe.scaling), ("schedule", recipe.schedule)):
+        for name, value in part:
+            default = type(part).model_fields[name].default
+            if isinstance(value, int | float) and value != default:
+                # A copy, because the default may be invalid here, such as no warm-up before inverse_sqrt.
+                other = recipe.model_copy(update={table: part.model_copy(update={name: default})})
+                if _effects(other) == used:
+                    values.append(f"{table}.{name} = {value}")
+    facts: dict[str, Any] = {"values": values, "rule": recipe.scaling.rule, "decay": recipe.schedule.decay}
+    return [_caution("without effect", len(values), 0, **facts)] if values else []
+
+
+def _effects(recipe: Recipe) -> tuple[list[Any], list[float]]:
+    """Return the factors of the scaling rule, where all ratios to the base are 2, and the schedule."""
+    rule, at, tokens = RULES[recipe.scaling.rule], TensorRatios(*[2.0] * len(LETTERS)), recipe.data.tokens
+    optimizers = {False, recipe.hyperparameters.muon is not None}
+    moved = [factors(rule, role, at, recipe.scaling, muon) for role in Role for muon in optimizers]
+    return moved, [
+        recipe.schedule.multiplier(at, tokens) for at in (1, *(share * tokens / 100 for share in range(1, 101)))
     ]
 
 
@@ -74,7 +103,7 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
-    """Return a warning if the [why] of ``tuned`` names no study, because the searched values are then unknown."""
+    """Return a warning if no study is named in the table [why] of ``tuned``. Then nobody knows what was searched."""
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 

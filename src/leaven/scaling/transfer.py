@@ -150,8 +150,9 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     - Batch and training tokens are multiplied by (value of ``tuned``) / (value at the start of the study).
     - All other searched values are copied.
 
-    Raise InputError if the models differ in a field outside `FREE_FIELDS`, the run has too few steps, the result is
-    invalid, or the table ``[why]`` of ``tuned`` lacks the value at which the search of a batch or run length began.
+    Raise InputError if the models differ in a field outside `FREE_FIELDS`, the run has too few steps, or the result
+    is invalid. Also raise it if the study searched batch or training tokens, and the table ``[why]`` of ``tuned``
+    does not give their value at the start of the study.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):

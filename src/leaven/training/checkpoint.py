@@ -68,7 +68,7 @@ END_OF_TEXT = "end_of_text"  # key of the id of the token that ends documents in
 class Progress:
     step: int = 0  # number of steps done
     tokens: int = 0  # number of tokens trained
-    seconds: float = 0.0  # time of steps and validations, also of those that a rollback has undone
+    seconds: float = 0.0  # time of steps and validations, also of those that a rollback or rewind has undone
 
 
 @dataclass(frozen=True)

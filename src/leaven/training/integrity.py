@@ -257,8 +257,9 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
                 f"and in {run.recipe_file}"
             )
         raise InputError(
-            f"the run in {run.path} was trained on other text: the files of [data] source or the tokenizer have "
-            f"changed since; use another --run{own}"
+            f"the run in {run.path} was trained on other text or other ends of documents: the files of [data] source "
+            "or the tokenizer have changed since, or an older leaven took another token of the tokenizer for the end "
+            f"of documents; use another --run{own}"
         )
 
 
@@ -324,8 +325,11 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: Sequence[int], found: int) -> str | None:
-    """Return the name of the last of :func:`saved_checkpoints` if it has more tokens than the checkpoint found. Call
-    that function before you look for a checkpoint: one that the run saves in between would count as missing."""
+    """Return the name of the last checkpoint of ``saved`` if it has more tokens than the one that was found.
+
+    Get ``saved`` from :func:`saved_checkpoints` before you look for a checkpoint. In the opposite order, a checkpoint
+    that the run saves between the two would count as missing.
+    """
     return checkpoint_name(saved[-1]) if saved and saved[-1] > found else None
 
 

@@ -91,8 +91,9 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch, in sequences, that gives each data-parallel rank enough micro-batches: one, or
-    ``pp`` in a pipeline, and twice as many if the run measures the noise scale. It is at least 1."""
+    """Return the largest size of a micro-batch, in sequences, with which each data-parallel rank has enough
+    micro-batches in a step. Enough is one, or ``pp`` in a pipeline; twice as many if the run measures the noise
+    scale. Return 1 if no size gives enough."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp

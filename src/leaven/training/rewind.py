@@ -90,6 +90,13 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     return tuple(rewinds)
 
 
+def seconds_spent(run: RunFolder) -> float:
+    """Return the training time that the files of a run record, also that of steps which rewinds have undone."""
+    returns = [event.get("seconds") for event in run.events() if event["event"] in RETURNS]
+    known = [newest_document(run).get("seconds"), *returns]
+    return max((float(each) for each in known if isinstance(each, int | float) and math.isfinite(each)), default=0.0)
+
+
 def _skipping(rewinds: Sequence[Rewind]) -> list[Rewind]:
     """Return the rewinds whose data are still skipped. A manual rewind cancels the skips of earlier manual rewinds
     with the same or a later target, but not those of the spike guard."""
@@ -246,6 +253,7 @@ class ManualRewind:
             rewind = Rewind(to_tokens, start, end, asked=asked)
             metrics, lines = run.metrics(), RunLines(run)
             at = {key: metrics[-1].get(key, 0) if metrics else 0 for key in ("step", "tokens")}
+            at["seconds"] = seconds_spent(run)
             before, changed = run.recipe(), recorded_changes(changes, recipe)
             used = _values_used([*run.read_events(), {"event": "rewind", "to_tokens": to_tokens} | changed])
             recipe = _with_reasons(recipe if changes else before, before.why, used)

@@ -47,7 +47,7 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "finish": {"step": (int,), "tokens": (int,), "seconds": _NUMBER, "loss": _NUMBER},
 }
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {  # of any event; may be missing or null
-    **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
+    **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops", "seconds"), _NUMBER),
     "mfu_convention": (str,),
 }
 

@@ -199,10 +199,12 @@ def rollback(
 ) -> Rewind:
     """Return the rewind to make after an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    Let n be the number of suspicious steps. Attempt 1 returns to the state before these steps. It skips their data
-    and the data of the next n steps. If the same anomaly comes again, the next attempt returns further: attempt k
-    returns to (m - 1) x n steps before the suspicious steps, where m = 4^(k - 1). It skips the data up to m x n steps
-    after them. No attempt returns further than ``oldest_tokens``, the token count of the oldest checkpoint.
+    Attempt 1 returns to the state before the n suspicious steps, and skips their data and the data of the next n
+    steps. Each time the same anomaly comes again, the next attempt returns further. With m = 4^(k - 1), attempt k
+
+    - returns to (m - 1) x n steps before the suspicious steps, but not beyond ``oldest_tokens``, the token count of
+      the oldest checkpoint;
+    - skips all data from there to m x n steps after the suspicious steps.
     """
     last = rewinds[-1] if rewinds else None
     again = last is not None and last.attempt > 0 and anomaly.onset <= last.found_step + WINDOW  # the same anomaly

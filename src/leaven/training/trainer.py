@@ -103,7 +103,7 @@ from leaven.training.micro_batch import (
     with_micro_batch,
 )
 from leaven.training.profiling import RunProfile
-from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
+from leaven.training.rewind import ManualRewind, Rewind, rewinds_of, seconds_spent
 from leaven.training.run_folder import (
     IDENTITY,
     RunFolder,
@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 SHORT_PAUSE = 0.5  # seconds between looks at a disk that is full or away
+_DROPOUT = threading.Lock()  # held while a single process trains with dropout
 
 
 def train(
@@ -140,7 +141,7 @@ def train(
 
     A run in the folder resumes from its newest undamaged checkpoint, bit for bit on a CPU
     (docs/concepts/promises.md). A finished run only returns its result. Train one run at a time in a
-    process, because dropout seeds torch's global random generator.
+    process, because dropout seeds torch's global random generator; a second one with dropout is refused.
 
     Ctrl-C in the main thread saves the state, then raises KeyboardInterrupt. A second Ctrl-C does not wait.
     To stop a run in another thread or at a SIGTERM, and save its state, pass ``stop``.
@@ -167,13 +168,29 @@ def train(
     _require_tokens_of(recipe, tokens)
     log_to = writers(log_to)
     on_event = on_event or _warnings_of_faults(folder, tokens, recipe, sys._getframe(1), group)
-    with _stopped_by_ctrl_c(stop) as asked, plain_torch():
+    with _one_with_dropout(recipe, group), _stopped_by_ctrl_c(stop) as asked, plain_torch():
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
             saved = "saved" if summary.unsaved is None else f"not saved ({summary.unsaved})"
             message = f"{folder}: stopped at {summary.tokens:,} tokens, {saved}; the same call resumes the run"
             warnings.warn(shown(message), stacklevel=2)
     return summary
+
+
+@contextmanager
+def _one_with_dropout(recipe: Recipe, group: ProcessGroup) -> Iterator[None]:
+    """Raise InputError if another thread of this process trains with dropout: masks use torch's global generator."""
+    draws = recipe.model.dropout > 0 and group is SINGLE_PROCESS
+    if draws and not _DROPOUT.acquire(blocking=False):
+        raise InputError(
+            "train: another thread of this process trains with dropout, and both would draw from torch's global "
+            "random generator; train one after the other, or each in its own process"
+        )
+    try:
+        yield
+    finally:
+        if draws:
+            _DROPOUT.release()
 
 
 def _require_tokens_of(recipe: Recipe, tokens: "TokenSet") -> None:
@@ -393,7 +410,9 @@ class RunTrainer:
         files do not belong together."""
         recipe, saved = self.training.recipe, saved_checkpoints(self.run)
         # A network disk may show an event to one process late.
-        rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
+        rewinds, seconds = self.group.broadcast(
+            (rewinds_of(self.run), seconds_spent(self.run)) if self.group.is_first else ((), 0.0)
+        )
         changed: str | None = None
         found = self._newest(rewinds)
         if found is None and (self.training.resumes or checkpoints(self.run.checkpoints)):
@@ -403,7 +422,7 @@ class RunTrainer:
             changed = changed_lines(self.run.lines_of(self.run.events_file), lines_digest(found.state.get(EVENTS)))
         self.run.identity = identity_of(self.run, found.state if found is not None else {}) or token_hex(8)
         missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
-        self._restore(found, rewinds)
+        self._restore(found, rewinds, seconds)
         if changed is not None:
             self.event("file_changed", file="events.jsonl", why=changed)
         self.event(
@@ -506,11 +525,10 @@ class RunTrainer:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         earlier = [each.document() for each in self.training.rewinds]
-        values |= {"earlier_rewinds": earlier, "from_tokens": found.progress.tokens}
+        seconds = self.training.progress.seconds
+        values |= {"earlier_rewinds": earlier, "from_tokens": found.progress.tokens, "seconds": seconds}
         self.lines.event("rollback", **values)
-        seconds = self.training.progress.seconds  # the time of undone steps counts
-        self._restore(found, rewinds)
-        self.training.progress = replace(found.progress, seconds=seconds)
+        self._restore(found, rewinds, seconds)
         names = [path.name for path in self.damaged]
         self._on_event("rollback", values | {"damaged_checkpoints": names})
 
@@ -557,9 +575,10 @@ class RunTrainer:
         why = unusable_checkpoints(self.run, self.damaged) or gone
         return InputError(f"{self.run.checkpoints}: {why}, or start again with another --run")
 
-    def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
+    def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...], seconds: float) -> None:
+        """Continue from ``found`` after ``rewinds``. ``seconds`` includes the time of the steps that they undo."""
         if found is not None:
-            self.training.restore(found)
+            self.training.restore(replace(found, progress=replace(found.progress, seconds=seconds)))
         self.training.follow(rewinds)
         # The checkpoints first: they raise InputError if there is a newer one, and nothing must have changed then.
         for callback in sorted(self.callbacks, key=lambda each: each is not self.checkpoints):

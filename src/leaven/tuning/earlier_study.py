@@ -21,22 +21,20 @@ from pathlib import Path
 
 import numpy as np
 
-from leaven.catalogue.terms import read
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.recipe.recipe import Recipe, split_path
+from leaven.recipe.recipe import Difference, Recipe, differences, split_path
 from leaven.recipe.units import listed
 from leaven.scaling.cells import Ratios
 from leaven.scaling.table import parameter_table
 from leaven.scaling.tested_ranges import unlike, unlike_training
-from leaven.scaling.transfer import searched_paths
+from leaven.scaling.transfer import FREE_FIELDS, searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.command import CommandFile, CommandSpace, command_space, is_command_file
 from leaven.tuning.point import (
     BATCH,
     CHOICES,
     DROPOUT,
-    OPTIMIZER,
     TOKENS,
     WARM_UP,
     Value,
@@ -53,6 +51,11 @@ from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial, r
 PointOf = Callable[[StudyTrial, Sequence[Dimension]], list[float]]
 
 LEAST = 4  # the fewest finished trials that an earlier study must have
+# Values that two studies may have of their own (sizes, order of the text, checkpoints), and values that
+# `leaven.scaling.tested_ranges.unlike_training` compares.
+_COMPARED: tuple[str, ...] = (BATCH, TOKENS, "scaling.base", "scaling.token_exponent_interval", "batch.micro_batch")
+_COMPARED += ("model.experts.d_expert", "data.source", "data.documents", "data.seed", "data.corrupt_share")
+_COMPARED += ("schedule.", "start.", "stability.", "evaluation.")
 EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an earlier study is used
 
 
@@ -106,10 +109,8 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
         searched = before | set(space.paths)
         found = [*unlike(dict(there.model), here), *unlike_training(there, here)]
         messages = [one.message for one in found if one.about != "dropout" or DROPOUT not in searched]
-        scaled = any(parameter_table(recipe).ratios != Ratios() for recipe in (there, here))
-        for path in (OPTIMIZER, *(("scaling.alpha", "scaling.token_exponent") if scaled else ())):
-            if path not in searched and (old := read(there, path)) != (now := read(here, path)):
-                messages.append(f"its {path} is {old}, and this recipe's is {now}, so best values may differ")
+        if others := [f"{path} {old} (here {now})" for path, old, now in _other_values(there, here, searched)]:
+            messages.append(f"its recipe has {listed(others, 'and')}, so losses and best values may differ")
         if missing := _not_searched(space, before):
             messages.append(f"it did not search {listed(missing, 'and')}, so it says nothing about these values")
         return [f"{what}: {message}" for message in messages]
@@ -124,6 +125,15 @@ def unlike_earlier(folder: Path, space: SearchSpace) -> list[str]:
             "if a name was changed since, use the old name here"
         )
     return messages
+
+
+def _other_values(there: Recipe, here: Recipe, searched: set[str]) -> list[Difference]:
+    """Return the differences between two recipes that may change the loss, without ``searched`` values, sizes that
+    the rule scales, and values of which `unlike` and `unlike_training` warn."""
+    scaled = any(parameter_table(recipe).ratios != Ratios() for recipe in (there, here))
+    known = (*_COMPARED, *(() if scaled else ("scaling.",)), *(f"model.{field}" for field in FREE_FIELDS))
+    profiles = {path.partition("[")[0] for path in searched}
+    return [each for each in differences(there, here) if each[0] not in profiles and not each[0].startswith(known)]
 
 
 def _not_searched(space: SearchSpace, searched: set[str]) -> list[str]:

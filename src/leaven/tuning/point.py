@@ -48,7 +48,7 @@ WHOLE_RECIPE = (*GLOBAL, *OTHERS, *MUON, TOKENS)
 BETAS = ("beta1", "beta2", "momentum")
 POINTS = 3  # points of a searched depth profile: enough for a tilt and a bend
 TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
-"""Values that may be 0, so a search moves them in units of 0.1, not in octaves: {path: maximum}."""
+"""{path: maximum} of values that may be 0. A search moves them in units of 0.1, because octaves cannot reach 0."""
 CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
 """The levels of each choice, by path. ``schedule.decay`` has only the decays that end at min_lr_ratio."""
 

@@ -136,7 +136,8 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train and measure a model. If ``labels`` is empty, add those of its parameters, such as ``mlp.out``."""
+        """Train and measure a model. If ``labels`` is empty, fill it with the labels of the model's parameters, such
+        as ``mlp.out``."""
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:

@@ -154,16 +154,17 @@ def read_run(folder: Path) -> RunView:
     finish = finish_of(logged)
     end = _numbers(finish or {})
     loss, seconds = end.get("loss"), end.get("seconds")
+    returns = [event for event in events if event["event"] in RETURNS]
     return RunView(
         title=recipe.name,
         recipe=recipe,
         steps=steps,
         validation=points,
         loss=loss if loss is not None else points[-1][1] if points else None,
-        seconds=seconds if seconds is not None else _seconds_of(steps),
+        seconds=seconds if seconds is not None else _seconds_of(steps, returns),
         finished=finish is not None,
         stopped=events[-1].get("why") if events and events[-1]["event"] == "stop" else None,
-        returns=[event for event in events if event["event"] in RETURNS],
+        returns=returns,
         skipped=[*filter(None, skipped)],
         averaged=averaged,
         folder=written,
@@ -182,10 +183,13 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: plain(key, value) for key, value in line.items()}
 
 
-def _seconds_of(steps: Sequence[dict[str, Any]]) -> float | None:
-    """Return the sum of the steps' seconds. Unlike times of events, it does not change if the clock is set."""
+def _seconds_of(steps: Sequence[dict[str, Any]], returns: Sequence[dict[str, Any]]) -> float | None:
+    """Return the seconds of an unfinished run: up to its last return, with the steps that were undone, and of the
+    steps since. Unlike times of events, they do not change if the clock is set."""
+    before, since = (returns[-1].get("seconds"), returns[-1]["to_tokens"]) if returns else (None, 0)
     timed = [step for step in steps if step.get("batch_tokens") and step.get("tokens_per_second")]
-    return float(sum(step["batch_tokens"] / step["tokens_per_second"] for step in timed)) if timed else None
+    new = [step for step in timed if before is None or step["tokens"] > since]
+    return (before or 0.0) + sum(step["batch_tokens"] / step["tokens_per_second"] for step in new) if timed else None
 
 
 def _drawable(number: float) -> bool:

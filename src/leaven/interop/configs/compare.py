@@ -75,9 +75,9 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings, by parameter name, of a model without multipliers that trains like the recipe's model.
+        """The settings of each parameter, by name, in a model without multipliers.
 
-        Only gradient clipping differs.
+        That model trains like the recipe's model, except for gradient clipping.
         """
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)

@@ -105,8 +105,9 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes of the commands ``leaders`` (process ids), and all descendants: the leaders, all in their
-    sessions, and all whose environment variable ``MARK`` is ``token.id``. Some may appear several times."""
+    """Return the processes of some commands, some of them several times. ``leaders`` has the process ids of the
+    commands. A leader belongs, and so do processes in a leader's session, those whose environment variable ``MARK``
+    is ``token.id`` with the id of a leader, and the descendants of all of these."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):

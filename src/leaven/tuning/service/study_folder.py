@@ -11,6 +11,7 @@
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -33,7 +34,7 @@ from leaven.recipe.units import format_number
 from leaven.scaling.transfer import searched_paths, study_start
 from leaven.storage import digest, make_folder, read, require_writable, write_text
 from leaven.training.run_folder import RunFolder, describe_changes
-from leaven.tuning.point import BATCH, TOKENS
+from leaven.tuning.point import BATCH, TOKENS, moved
 from leaven.tuning.service.stored_study import StoredTrial, TrialLog
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, signed
@@ -271,7 +272,11 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
         each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
         # Sorted, because a beta falls when its distance grows.
         ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
-        if numbers := sorted(end for end in ends if not isinstance(end, str | bool)):
+        if all(type(end) is int for end in ends):  # both ends lie inside
+            of = next(dimension for dimension in state.dimensions if dimension.path == path)
+            low, high = (round(moved(of.unit, float(of.centre), octaves), 6) for octaves in each.flat)
+            parts += [f"from {math.ceil(low):,} to {math.floor(high):,}, the loss is equal within the noise"]
+        elif numbers := sorted(end for end in ends if not isinstance(end, str | bool)):
             parts += [
                 f"from {format_number(numbers[0])} to {format_number(numbers[1])}, the loss is equal within the noise"
             ]
