@@ -10,10 +10,10 @@ Three methods with the same FLOPs, and several searches of each:
 All begin with the answer of one global search of their own size (the part ``start``), so that no method gains what a
 better start would have given. The best points of each search are trained with two fresh seeds and once at twice the
 width and four times the tokens; the lowest sum is the answer. Each answer is trained with fresh seeds at the proxy
-and, after `leaven transfer`, at four times the width, twice the depth, and more tokens. There the global answer has a
-short sweep of its own lr, and its best is trained for longer: the equal-loss speed-up of an answer is how many times
-the tokens this one needs. ``alone`` trains the answers by module and depth with one group of values at the start,
-at both sizes, which says what of the gain of each group carries over.
+and, after `leaven transfer`, at four times the width, twice the depth, and more tokens. There every answer also has a
+short sweep of its lr, and the best global answer is trained for longer: the equal-loss speed-up of another one is how
+many times the tokens the global answer needs. ``alone`` trains the answers by module and depth with one group of
+values back at the start, at both sizes, which says what of the gain of each group carries over.
 
 Every run is a line of FOLDER/runs.jsonl, and the searches are studies in FOLDER: run the command again to resume. On
 a CPU, start one command for each search (`--parts searches --searches 0`), and then the other parts.
@@ -68,14 +68,14 @@ FIRST = 1 / 3  # of the trials of ``per-module`` and ``per-depth`` are over the 
 FINALISTS = 4
 MID_WIDER, MID_LONGER = 2, 4
 WIDER, DEEPER = 4, 2
-CURVE = SEEDS[:3]  # for the equal-loss speed-up
-SWEEP = SEEDS[:2]  # for the lr of the global answer at the target
-SWEPT = (2**-0.5, 1.0, 2**0.5)  # times the global answer's lr
+CURVE = SEEDS[:3]  # of the first runs at the target, and of the runs for the equal-loss speed-up
+SWEEP = SEEDS[:2]  # of the runs that choose the lr at the target
+FACTORS = tuple(2 ** (n / 2) for n in range(-4, 5))  # of the lr at the target
 LONGER = (1.0, 2.0, 1.41)  # times the tokens, for the equal-loss speed-up; those that decide first
 ALONE = SEEDS[:2]
 WORKERS = 8  # trials at a time of each search
 QUIET = 0.5  # seconds without a new trial after which a stack that is not full is trained
-PARTS = ("start", "searches", "finalists", "proxy", "target", "longer", "alone")
+PARTS = ("start", "searches", "finalists", "proxy", "target", "sweep", "longer", "seeds", "alone")
 GROUPS = {
     "lr by module": ("hyperparameters.modules.*.lr",),
     "init_std by module": ("hyperparameters.modules.*.init_std",),
@@ -321,41 +321,50 @@ def unpinned(recipe: Recipe) -> Recipe:
     return recipe.replace({"scaling.base": None, "why": {}})
 
 
-def best_lr(found: dict[Run, float], search: int) -> float | None:
-    """The best factor of the global answer's lr at the target, by the runs of the sweep."""
-    losses = {
-        factor: [found.get(Run("target", "global", search, seed, 1.0, factor)) for seed in SWEEP] for factor in SWEPT
-    }
-    known = {factor: [loss for loss in each if loss is not None] for factor, each in losses.items()}
-    if any(len(each) < len(SWEEP) for each in known.values()):
-        return None
-    return min(SWEPT, key=lambda factor: statistics.fmean(known[factor]))
+def swept(found: dict[Run, float], arm: str, search: int) -> tuple[float, bool]:
+    """The best factor of an answer's lr at the target, and True; or the next factor to train, and False, until both
+    neighbours of the best one are known."""
+    known = {}
+    for factor in FACTORS:
+        losses = [found.get(Run("target", arm, search, seed, 1.0, factor)) for seed in SWEEP]
+        if None not in losses:
+            known[factor] = sum(loss for loss in losses if loss is not None)
+    if not known:
+        return 1.0, False
+    at = FACTORS.index(min(known, key=known.__getitem__))
+    untried = [factor for factor in (*FACTORS[at + 1 : at + 2], *FACTORS[at - 1 : at]) if factor not in known]
+    return (untried[0], False) if untried else (FACTORS[at], True)
 
 
 def runs_of(part: str, searches: Sequence[int], found: dict[Run, float]) -> list[Run]:
-    """The runs of a part, those that decide first."""
-    runs = []
-    if part == "finalists":
-        for arm, search, number in itertools.product(ARMS, searches, range(FINALISTS)):
-            runs += [Run("proxy", arm, search, seed, finalist=number) for seed in FRESH]
-            runs += [Run("mid", arm, search, FRESH[0], finalist=number)]
-    elif part == "alone":
-        for seed, scale, search, group in itertools.product(ALONE, ("target", "proxy"), searches, GROUPS):
-            runs += [Run(scale, group, search, seed)]
-    elif part == "longer":
-        for search, scale in itertools.product(searches, ("target", "proxy")):
-            factor = best_lr(found, search) if scale == "target" else 1.0
-            if factor is not None:
-                runs += [
-                    Run(scale, "global", search, seed, longer, factor)
-                    for longer, seed in itertools.product(LONGER, CURVE)
-                ]
-    else:
-        for seed in SEEDS:
-            runs += [Run(part, "start", -1, seed)]
-            runs += [Run(part, arm, search, seed) for search, arm in itertools.product(searches, ARMS)]
-            if part == "target" and seed in SWEEP:
-                runs += [Run(part, "global", s, seed, 1.0, f) for s in searches for f in SWEPT if f != 1]
+    """The runs of a part, those that decide first. Those of a sweep follow from the runs that are ``found``."""
+    answers = [(arm, search) for search in searches for arm in ARMS]
+    best = {answer: factor for answer in answers for factor, known in [swept(found, *answer)] if known}
+    runs: list[Run] = []
+    match part:
+        case "finalists":
+            for answer, number in itertools.product(answers, range(FINALISTS)):
+                runs += [Run("proxy", *answer, seed, finalist=number) for seed in FRESH]
+                runs += [Run("mid", *answer, FRESH[0], finalist=number)]
+        case "proxy" | "target":
+            for seed in SEEDS if part == "proxy" else CURVE:
+                runs += [Run(part, "start", -1, seed), *(Run(part, *answer, seed) for answer in answers)]
+        case "sweep":
+            for answer in answers:
+                factor = swept(found, *answer)[0]
+                runs += [Run("target", *answer, seed, 1.0, factor) for seed in (CURVE if answer in best else SWEEP)]
+        case "longer":
+            curves = [("target", of, by) for of, by in best.items() if of[0] == "global"]
+            curves += [("proxy", ("global", search), 1.0) for search in searches]
+            for longer, (scale, of, by), seed in itertools.product(LONGER, curves, CURVE):
+                runs += [Run(scale, *of, seed, longer, by)]
+        case "seeds":
+            for seed in SEEDS[len(CURVE) :]:
+                runs += [Run("target", *answer, seed, 1.0, by) for answer, by in best.items()]
+                runs += [Run("target", "start", -1, seed), *(Run("target", *answer, seed) for answer in answers)]
+        case "alone":
+            every = itertools.product(ALONE, ("target", "proxy"), searches, GROUPS)
+            runs += [Run(scale, group, search, seed) for seed, scale, search, group in every]
     return list(dict.fromkeys(runs))
 
 
@@ -365,18 +374,31 @@ def rows(folder: Path) -> dict[Run, float]:
     return {Run(**line["run"]): math.inf if line["loss"] is None else line["loss"] for line in lines}
 
 
-def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) -> None:
-    """Train the runs of a part that are missing."""
+def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) -> bool:
+    """Train the runs of a part that are missing. Train equal recipes, such as the start, once.
+    Return whether there were any."""
     found = rows(folder)
-    missing = [run for run in runs_of(part, asked.searches, found) if run not in found]
-    recipes = {run: recipe for run in missing if (recipe := recipe_for(run, folder, found, asked)) is not None}
-    print(f"{part}: {len(recipes)} of {len(missing)} missing runs", flush=True)
+    equal: dict[str, list[Run]] = {}
+    for run in runs_of(part, asked.searches, found):
+        if (recipe := recipe_for(run, folder, found, asked)) is not None:
+            equal.setdefault(recipe.model_dump_json(exclude={"why"}), []).append(run)
 
-    def keep(run: Run, loss: float) -> None:
+    def keep(runs: Sequence[Run], loss: float) -> None:
         known = loss if math.isfinite(loss) else None
         with (folder / "runs.jsonl").open("a") as file:
-            file.write(json.dumps({"run": asdict(run), "loss": known, "tokens": recipes[run].data.tokens}) + "\n")
-        print(f"  {' '.join(str(value) for value in asdict(run).values())}: {loss:.4f}", flush=True)
+            file.writelines(json.dumps({"run": asdict(run), "loss": known}) + "\n" for run in runs)
+        for run in runs:
+            print(f"  {' '.join(str(value) for value in asdict(run).values())}: {loss:.4f}", flush=True)
+
+    recipes: dict[Run, Recipe] = {}  # by the first of its runs
+    others: dict[Run, list[Run]] = {}
+    for key, runs in equal.items():
+        missing = [run for run in runs if run not in found]
+        if missing and len(missing) < len(runs):
+            keep(missing, next(found[run] for run in runs if run in found))
+        elif missing:
+            recipes[missing[0]], others[missing[0]] = Recipe.model_validate_json(key), missing
+    print(f"{part}: {len(recipes)} missing runs", flush=True)
 
     def shape(run: Run) -> tuple[int, int]:  # all runs of a stack have one model and one duration
         return recipes[run].model.params, recipes[run].data.tokens
@@ -392,9 +414,10 @@ def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) 
             for first in range(0, len(group), size):
                 runs = group[first : first + size]
                 for run, loss in zip(runs, stack.train([recipes[run] for run in runs]), strict=True):
-                    keep(run, loss)
+                    keep(others[run], loss)
         for future in as_completed(futures):
-            keep(futures[future], future.result().loss)
+            keep(others[futures[future]], future.result().loss)
+    return bool(recipes)
 
 
 # ---- the table
@@ -408,34 +431,40 @@ def table(found: dict[Run, float], searches: Sequence[int]) -> list[str]:
         known = [loss for loss in each if loss is not None]
         return statistics.fmean(known) if len(known) == len(seeds) else None
 
-    def by_search(scale: str, arm: str, seeds: Sequence[int] = SEEDS) -> dict[int, float]:
-        losses = {s: mean(Run(scale, arm, -1 if arm == "start" else s, 0), seeds) for s in searches}
-        return {s: loss for s, loss in losses.items() if loss is not None}
+    def by_search(scale: str, arm: str, sweep: bool) -> dict[int, dict[int, float]]:
+        losses = {}
+        for s in searches:
+            factor, best = swept(found, arm, s) if sweep else (1.0, True)
+            run = Run(scale, arm, -1 if arm == "start" else s, 0, 1.0, factor)
+            known = {n: loss for n in (len(SEEDS), len(CURVE)) if (loss := mean(run, SEEDS[:n])) is not None}
+            losses |= {s: known} if best and known else {}
+        return losses
 
-    lines = ["| scale | arm | loss by search | mean | against global | equal-loss speed-up | by search |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for scale in ("proxy", "target"):
-        base = by_search(scale, "global")
-        for arm in ("start", *ARMS):
-            losses = by_search(scale, arm)
-            if not losses:
+    lines = ["| scale | arm | seeds | loss by search | mean | against global | equal-loss speed-up | by search |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for scale, sweep in (("proxy", False), ("target", False), ("target", True)):
+        base = by_search(scale, "global", sweep)
+        for arm in (*(() if sweep else ("start",)), *ARMS):
+            if not (known := by_search(scale, arm, sweep)):
                 continue
-            paired = [loss - base[s] for s, loss in losses.items() if s in base]
+            seeds = min(max(each) for each in (*known.values(), *base.values()))
+            losses = {s: each[seeds] for s, each in known.items()}
+            paired = [loss - base[s][seeds] for s, loss in losses.items() if s in base]
             ratios = []
-            for s, mine in by_search(scale, arm, CURVE).items():
-                factor = best_lr(found, s) if scale == "target" else 1.0
-                if factor is None:
-                    continue
+            for s, each in known.items():
+                factor, best = swept(found, "global", s) if scale == "target" else (1.0, True)
                 at = {longer: mean(Run(scale, "global", s, 0, longer, factor), CURVE) for longer in LONGER}
                 curve = sorted((longer, loss) for longer, loss in at.items() if loss is not None)
-                if at[1.0] is not None and len(curve) > 1:
-                    ratios.append(speed_up(curve, mine))
-            each_loss = sorted(set(losses.values())) if arm == "start" else losses.values()  # one start for all
-            shown = ", ".join(f"{loss:.4f}" for loss in each_loss)
+                if best and at[1.0] is not None and len(curve) > 1:
+                    ratios.append(speed_up(curve, each[len(CURVE)]))
+            shown = ", ".join(f"{loss:.4f}" for loss in (losses.values() if arm != "start" else set(losses.values())))
             middle = average(list(losses.values()), ".4f") if arm != "start" else ""
             against = "" if arm == "global" or not paired else average(paired, "+.4f")
-            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            lines.append(f"| {scale} | {arm} | {shown} | {middle} | {against} | {times(ratios)} | {each} |")
+            by_each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            what = f"{scale}, lr swept" if sweep else scale
+            lines.append(
+                f"| {what} | {arm} | {seeds} | {shown} | {middle} | {against} | {times(ratios)} | {by_each} |"
+            )
     lines += ["", "| group back at the start | at the proxy, nats | at the target, nats |", "|---|---|---|"]
     for group in GROUPS:
         cells = []
@@ -508,7 +537,8 @@ def main() -> None:
         elif part == "searches":
             serve(asked.folder, tokens, start_of(asked.folder), asked, list(ARMS))
         else:
-            train(asked.folder, part, tokens, asked)
+            while train(asked.folder, part, tokens, asked) and part == "sweep":
+                pass
         print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
     lines = table(rows(asked.folder), asked.searches)
     write_text(asked.folder / "table.md", "\n".join(lines) + "\n")
