@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 
-from benchmarks.tuning.__main__ import mean
+from benchmarks.tuning.proof import average as mean
 
 from leaven.data.tokens import prepare
 from leaven.planning.flops import flops_per_token

@@ -1,18 +1,22 @@
-"""Measure on a GPU whether tuning by module pays and transfers: `python -m benchmarks.tuning.proof FOLDER`.
+"""Measure whether tuning by module, and over depth, pays and transfers: `python -m benchmarks.tuning.proof FOLDER`.
 
-Two methods with the same FLOPs, and several searches of each, all at once in one stack of trials:
+Three methods with the same FLOPs, and several searches of each:
 
 - ``global``: all trials over the global values;
 - ``per-module``: a third over the global values, then from their best the rest over the values by module, which know
-  the trials of the first third (``from_study``).
+  the trials of the first third (``from_study``);
+- ``per-depth``: as ``per-module``, with a tilt over depth of lr, init_std, weight_decay and residual.
 
-Each answer is trained with fresh seeds: at the proxy, and after `leaven transfer` at 4 times the width, twice the
-depth and more tokens. There the global answer has a short sweep of its own: several learning rates at several
-durations, of which the best at each duration is what the answers by module are compared with. ``alone`` trains the
-answers by module with one group of values back at the start, at the proxy and at the target, which says what of the
-gain of each group carries over.
+All begin with the answer of one global search of their own size (the part ``start``), so that no method gains what a
+better start would have given. The best points of each search are trained with two fresh seeds and once at twice the
+width and four times the tokens; the lowest sum is the answer. Each answer is trained with fresh seeds at the proxy
+and, after `leaven transfer`, at four times the width, twice the depth, and more tokens. There every answer also has a
+short sweep of its lr, and the best global answer is trained for longer: the equal-loss speed-up of another one is how
+many times the tokens the global answer needs. ``alone`` trains the answers by module and depth with one group of
+values back at the start, at both sizes, which says what of the gain of each group carries over.
 
-Every run is a line of FOLDER/runs.jsonl, and the searches are studies in FOLDER: run the command again to resume.
+Every run is a line of FOLDER/runs.jsonl, and the searches are studies in FOLDER: run the command again to resume. On
+a CPU, start one command for each search (`--parts searches --searches 0`), and then the other parts.
 """
 
 import argparse
@@ -25,15 +29,15 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
-from benchmarks.tuning.__main__ import PROXY, unpinned, whole
-from benchmarks.tuning.__main__ import mean as mean_of
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.planning.flops import flops_per_token
@@ -43,25 +47,40 @@ from leaven.scaling.transfer import transfer
 from leaven.storage import write_text
 from leaven.training.outcome import Outcome
 from leaven.training.stack import TrialStack
-from leaven.tuning.point import BATCH, recipe_at
+from leaven.training.trial import WorkerPool, train_trial
+from leaven.tuning.algorithm.noise import t95
+from leaven.tuning.point import BATCH, WARM_UP, recipe_at
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.search_loop import Objectives, Proposal
 from leaven.tuning.space import space
 
-SEEDS = tuple(range(1001, 1006))  # the searches' own are below
-FIRST = 1 / 3  # of the trials of ``per-module`` are over the global values
+PROXY = Path(__file__).with_name("proxy.toml")
+ARMS = {
+    "global": "global",
+    "per-module": "per-module",  # without its tilt of the lr over depth
+    "per-depth": "per-module,"
+    + ",".join(f"hyperparameters.depth.{quantity}[0]" for quantity in ("lr", "init_std", "weight_decay", "residual")),
+}
+BEFORE = 100  # seed of the search that finds the common start
+SEEDS = tuple(range(1001, 1006))  # of the answers' training; the searches' own are below
+FRESH = (901, 902)  # of the finalists' runs
+FIRST = 1 / 3  # of the trials of ``per-module`` and ``per-depth`` are over the global values
+FINALISTS = 4
+MID_WIDER, MID_LONGER = 2, 4
 WIDER, DEEPER = 4, 2
-CURVE = SEEDS[:3]  # for the equal-loss speed-up
-SWEPT = (2**-0.5, 1.0, 2**0.5)  # times the global answer's lr, at the target
-LONGER = (1.0, 1.41, 2.0)  # times the target's tokens, for the equal-loss speed-up
+CURVE = SEEDS[:3]  # of the first runs at the target, and of the runs for the equal-loss speed-up
+SWEEP = SEEDS[:2]  # of the runs that choose the lr at the target
+FACTORS = tuple(2 ** (n / 2) for n in range(-4, 5))  # of the lr at the target
+LONGER = (1.0, 2.0, 1.41)  # times the tokens, for the equal-loss speed-up; those that decide first
+ALONE = SEEDS[:2]
 WORKERS = 8  # trials at a time of each search
-QUIET = 1.0  # seconds without a new trial after which a stack that is not full is trained
-PARTS = ("searches", "proxy", "target", "alone")
+QUIET = 0.5  # seconds without a new trial after which a stack that is not full is trained
+PARTS = ("start", "searches", "finalists", "proxy", "target", "sweep", "longer", "seeds", "alone")
 GROUPS = {
     "lr by module": ("hyperparameters.modules.*.lr",),
-    "lr over depth": ("hyperparameters.depth.lr*",),
     "init_std by module": ("hyperparameters.modules.*.init_std",),
     "residual by module": ("hyperparameters.modules.*.residual",),
+    "over depth": ("hyperparameters.depth.*",),
     "weight_decay": ("hyperparameters.weight_decay",),
     "betas and eps": ("hyperparameters.beta1", "hyperparameters.beta2", "hyperparameters.eps"),
 }
@@ -109,58 +128,64 @@ def search(server: Connection, folder: Path, start: Recipe, *, trials: int, arm:
     torch.set_num_threads(1)
     seed = start.data.seed
     if arm == "global":
-        study(server, folder / f"global-{seed}", start, "global", trials=trials)
+        study(server, folder / f"global-{seed}", start, arm, trials=trials)
     else:
-        first = folder / f"first-{seed}"
-        some = study(server, first, start, "global", trials=trials * FIRST)
-        study(
-            server,
-            folder / f"per-module-{seed}",
-            unpinned(some),
-            "per-module",
-            trials=trials * (1 - FIRST),
-            earlier=first,
-        )
+        first, shared = folder / f"first-{seed}", folder / f"first-{seed}.done"
+        if arm == "per-module":
+            study(server, first, start, "global", trials=trials * FIRST)
+            shared.touch()
+        while not shared.exists():
+            time.sleep(1)
+        some = unpinned(read_recipe(first / "best.toml"))
+        study(server, folder / f"{arm}-{seed}", some, arm, trials=trials * (1 - FIRST), earlier=first)
     server.send("done")
 
 
 def study(
-    server: Connection, folder: Path, recipe: Recipe, which: str, *, trials: float, earlier: Path | None = None
-) -> Recipe:
-    if not (folder / "best.toml").exists():
-        tokens = prepare(recipe.data, recipe.model.vocab_size)
-        flops = round(trials) * recipe.data.tokens * flops_per_token(recipe.model)
-        values = space(recipe, which).without(BATCH, "of equal FLOPs the smallest batch makes most")
-        with RemoteStudy(folder, recipe, values, "trust-region", tokens, from_study=earlier) as searcher:
-            searcher.server = server
-            state = searcher.run(None, WORKERS, flops=flops, stop_at_noise=False)
-        assert state.best is not None, f"every trial of {folder.name} diverged"
-        ends = ", ".join(each.path for each in state.coordinates if each.at_end) or "none"
-        print(
-            f"{folder.name}: {len(state.dimensions)} values, {len(state.trials)} trials, best {state.best.loss:.4f} "
-            f"({state.best.interval[0]:.4f} to {state.best.interval[1]:.4f}), noise "
-            f"{state.noise_floor or math.nan:.4f}, at an "
-            f"end of the box: {ends}",
-            flush=True,
-        )
-    return read_recipe(folder / "best.toml")
+    server: Connection, folder: Path, recipe: Recipe, arm: str, *, trials: float, earlier: Path | None = None
+) -> None:
+    if (folder / "finalists.json").exists():
+        return
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    flops = round(trials) * recipe.data.tokens * flops_per_token(recipe.model)
+    values = space(recipe, ARMS[arm]).without(BATCH, "of equal FLOPs the smallest batch makes most")
+    values = values.without(WARM_UP, "only the global space has it, and its best is at its bound, half of the run")
+    if arm == "per-module":
+        values = values.without("hyperparameters.depth.lr[0]", "it is in the other arm")
+    with RemoteStudy(folder, recipe, values, "trust-region", tokens, from_study=earlier) as searcher:
+        searcher.server = server
+        state = searcher.run(None, WORKERS, flops=flops, stop_at_noise=False)
+    assert state.best is not None, f"every trial of {folder.name} diverged"
+    ends = ", ".join(each.path for each in state.coordinates if each.at_end) or "none"
+    print(
+        f"{folder.name}: {len(state.dimensions)} values, {len(state.trials)} trials, best {state.best.loss:.4f} "
+        f"({state.best.interval[0]:.4f} to {state.best.interval[1]:.4f}), noise {state.noise_floor or math.nan:.4f}, "
+        f"at an end of the box: {ends}",
+        flush=True,
+    )
+    lowest = sorted((trial for trial in state.trials if trial.loss is not None), key=lambda trial: trial.loss or 0)
+    points = [state.octaves]
+    points += [trial.octaves for trial in lowest if trial.octaves is not None]
+    found = [point for number, point in enumerate(points) if point not in points[:number]][:FINALISTS]
+    write_text(folder / "finalists.json", json.dumps(found) + "\n")
 
 
-def serve(folder: Path, tokens: TokenSet, proxy: Recipe, asked: argparse.Namespace) -> None:
+def serve(folder: Path, tokens: TokenSet, start: Recipe, asked: argparse.Namespace, arms: Sequence[str]) -> None:
     """Start the searches and train what they propose, until all are done."""
     context = multiprocessing.get_context("spawn")
     ends, processes = [], []
-    for seed, arm in itertools.product(asked.searches, ("global", "per-module")):
+    for seed, arm in itertools.product(asked.searches, arms):
         here, there = context.Pipe()
-        start = proxy.replace({"data.seed": seed})
         process = context.Process(
-            target=search, args=(there, folder, start), kwargs={"trials": asked.trials, "arm": arm}
+            target=search,
+            args=(there, folder, start.replace({"data.seed": seed})),
+            kwargs={"trials": asked.trials, "arm": arm},
         )
         process.start()
         there.close()  # so that the death of a process ends its pipe
         ends.append(here)
         processes.append(process)
-    stack: TrialStack | None = None
+    stacks: dict[int, TrialStack] = {}
     pending: list[tuple[Connection, int, Recipe]] = []
     waited, full, rounds, seconds, trained = 0.0, WORKERS * len(ends), 0, 0.0, 0
     while ends or pending:
@@ -182,7 +207,11 @@ def serve(folder: Path, tokens: TokenSet, proxy: Recipe, asked: argparse.Namespa
                 pending.append((end, message[0], Recipe.model_validate(message[1])))
         if pending and (not ready or len(pending) >= full):
             some, pending = pending[:full], pending[full:]
-            stack = stack or TrialStack(some[0][2], full, tokens, asked.device)
+            # A stack trains its full size, so one that is half empty would waste half of a CPU's time.
+            size = full if asked.device == "cuda" else next(n for n in (full // 3, full) if n >= min(len(some), full))
+            if size not in stacks:
+                stacks[size] = _stack(some[0][2], size, tokens, asked.device)
+            stack = stacks[size]
             for (end, number, _), loss in zip(some, stack.train([recipe for *_, recipe in some]), strict=True):
                 end.send((number, loss if math.isfinite(loss) else math.inf))
             rounds += 1
@@ -190,7 +219,7 @@ def serve(folder: Path, tokens: TokenSet, proxy: Recipe, asked: argparse.Namespa
             trained += len(some) * stack.progress.tokens
             if rounds % 5 == 1:
                 print(
-                    f"  round {rounds}: {len(some)} of {full} trials; {trained / seconds / 1e6:.1f} M tokens/s in "
+                    f"  round {rounds}: {len(some)} of {full} trials; {trained / seconds / 1e6:.2f} M tokens/s in "
                     f"{seconds:.0f} s, {waited:.0f} s waited",
                     flush=True,
                 )
@@ -199,62 +228,144 @@ def serve(folder: Path, tokens: TokenSet, proxy: Recipe, asked: argparse.Namespa
         assert process.exitcode == 0
 
 
-# ---- the answers, trained with fresh seeds
+def _stack(like: Recipe, size: int, tokens: TokenSet, device: str) -> TrialStack:
+    stack = TrialStack(like, size, tokens, device)
+    if device == "cpu":  # 1.4 times as fast for tiny models
+        stack.losses, stack.update = torch.compile(stack._losses), torch.compile(stack._update)
+    return stack
+
+
+# ---- the finalists and the answers, trained with fresh seeds
 
 
 @dataclass(frozen=True)
 class Run:
-    scale: str  # proxy | target
-    arm: str  # start | global | per-module | the name of a group that is back at the start
-    search: int  # seed of the search
+    scale: str  # proxy | mid | target
+    arm: str  # start | global | per-module | per-depth | the name of a group that is back at the start
+    search: int  # seed of the search; -1 of the start
     seed: int
     longer: float = 1.0
     times_lr: float = 1.0
+    finalist: int = -1  # number in finalists.json; -1: the answer
 
 
-def answers(folder: Path, search: int) -> dict[str, Recipe]:
-    """The answers of the searches of one seed, their common start, and the answer by module without each group."""
-    start = read_recipe(folder / f"global-{search}" / "centre.toml")
-    by_module = folder / f"per-module-{search}"
-    centre, octaves = (
-        read_recipe(by_module / "centre.toml"),
-        json.loads((by_module / "study.json").read_text())["octaves"],
-    )
-    found = {
-        "start": start,
-        "global": read_recipe(folder / f"global-{search}" / "best.toml"),
-        "per-module": read_recipe(by_module / "best.toml"),
-    }
-    for group, patterns in GROUPS.items():
-        moved = {path for path in octaves if any(fnmatchcase(path, pattern) for pattern in patterns)}
-        if moved:
-            there = recipe_at(centre, {path: 0.0 if path in moved else by for path, by in octaves.items()})
-            found[group] = there.replace({"scaling.base": centre.base.model_dump()})
-    return found
+@cache
+def centre_of(folder: Path) -> Recipe:
+    return read_recipe(folder / "centre.toml")
 
 
-def recipe_of(run: Run, answer: Recipe, more_tokens: float) -> Recipe:
-    tokens = whole(answer, run.longer * (more_tokens if run.scale == "target" else 1))
-    model, larger = answer.model, run.scale == "target"
-    size = {"width": WIDER * model.d_model, "depth": DEEPER * model.n_layers} if larger else {}
-    recipe = transfer(answer, tokens=tokens, **size)
-    return recipe.replace({"data.seed": run.seed, "hyperparameters.lr": recipe.hyperparameters.lr * run.times_lr})
+def finalists(folder: Path, arm: str, search: int) -> list[Recipe]:
+    """The best points of a search, as recipes at the proxy."""
+    of = folder / f"{arm}-{search}"
+    return [pinned(centre_of(of), point) for point in json.loads((of / "finalists.json").read_text())]
 
 
-def runs_of(part: str, searches: Sequence[int]) -> list[Run]:
-    """The runs of a part, those that decide first; all runs of a stack have one duration."""
-    found = []
-    for search, seed in itertools.product(searches, SEEDS):
-        if part == "alone":
-            found += [Run(s, arm, search, seed) for s in ("proxy", "target") for arm in GROUPS if seed in SEEDS[:2]]
-            continue
-        arms = ("start", "global", "per-module") if part == "proxy" else ("global", "per-module")
-        found += [Run(part, arm, search, seed) for arm in arms]
-        if seed in CURVE:  # at the proxy the search has found the best lr already
-            factors = SWEPT if part == "target" else (1.0,)
-            curve = [Run(part, "global", search, seed, longer, f) for longer in LONGER for f in factors]
-            found += [run for run in curve if run not in found]
-    return sorted(found, key=lambda run: (run.scale, run.longer))
+def pinned(centre: Recipe, octaves: dict[str, float]) -> Recipe:
+    return recipe_at(centre, octaves).replace({"scaling.base": centre.base.model_dump()})
+
+
+def chosen(found: dict[Run, float], arm: str, search: int, count: int) -> int | None:
+    """The finalist with the lowest sum of its mean loss at the proxy and its loss at the size between."""
+    sums = []
+    for number in range(count):
+        proxy = [found.get(Run("proxy", arm, search, seed, finalist=number)) for seed in FRESH]
+        mid = found.get(Run("mid", arm, search, FRESH[0], finalist=number))
+        known = [loss for loss in (*proxy, mid) if loss is not None]
+        if len(known) < 3:
+            return None
+        sums.append(statistics.fmean(known[:2]) + known[2])
+    return min(range(count), key=sums.__getitem__)
+
+
+def recipe_for(run: Run, folder: Path, found: dict[Run, float], asked: argparse.Namespace) -> Recipe | None:
+    """The recipe of a run, or None if its search has not ended, or has no values of its group."""
+    if run.arm == "start":
+        answer = start_of(folder)
+    else:
+        group = GROUPS.get(run.arm)
+        arm = "per-depth" if group else run.arm
+        of = folder / f"{arm}-{run.search}"
+        if not (of / "finalists.json").exists():
+            return None
+        points = json.loads((of / "finalists.json").read_text())
+        number = run.finalist if run.finalist >= 0 else chosen(found, arm, run.search, len(points))
+        if number is None or number >= len(points):
+            return None
+        octaves = points[number]
+        if group:
+            moved = {path for path, by in octaves.items() if by and any(fnmatchcase(path, each) for each in group)}
+            if not moved:
+                return None
+            octaves = {path: 0.0 if path in moved else by for path, by in octaves.items()}
+        answer = pinned(centre_of(of), octaves)
+    model, size, more, batch = answer.model, {}, 1.0, 1.0
+    if run.scale == "mid":
+        size, more, batch = {"width": MID_WIDER * model.d_model}, MID_LONGER, MID_LONGER
+    elif run.scale == "target":
+        size = {"width": WIDER * model.d_model, "depth": DEEPER * model.n_layers}
+        more, batch = asked.more_tokens, asked.more_batch
+    batch_tokens = round(batch * answer.batch.tokens)
+    tokens = round(run.longer * more * answer.data.tokens / batch_tokens) * batch_tokens
+    recipe = transfer(answer, tokens=tokens, batch_tokens=batch_tokens, **size)
+    lr = recipe.hyperparameters.lr * run.times_lr
+    compute = answer.precision.compute if run.scale == "proxy" else asked.larger_compute
+    return recipe.replace({"data.seed": run.seed, "hyperparameters.lr": lr, "precision.compute": compute})
+
+
+def start_of(folder: Path) -> Recipe:
+    return unpinned(read_recipe(folder / f"global-{BEFORE}" / "best.toml"))
+
+
+def unpinned(recipe: Recipe) -> Recipe:
+    """The result of a study as the start of another one, at the same scale."""
+    return recipe.replace({"scaling.base": None, "why": {}})
+
+
+def swept(found: dict[Run, float], arm: str, search: int) -> tuple[float, bool]:
+    """The best factor of an answer's lr at the target, and True; or the next factor to train, and False, until both
+    neighbours of the best one are known."""
+    known = {}
+    for factor in FACTORS:
+        losses = [found.get(Run("target", arm, search, seed, 1.0, factor)) for seed in SWEEP]
+        if None not in losses:
+            known[factor] = sum(loss for loss in losses if loss is not None)
+    if not known:
+        return 1.0, False
+    at = FACTORS.index(min(known, key=known.__getitem__))
+    untried = [factor for factor in (*FACTORS[at + 1 : at + 2], *FACTORS[at - 1 : at]) if factor not in known]
+    return (untried[0], False) if untried else (FACTORS[at], True)
+
+
+def runs_of(part: str, searches: Sequence[int], found: dict[Run, float]) -> list[Run]:
+    """The runs of a part, those that decide first. Those of a sweep follow from the runs that are ``found``."""
+    answers = [(arm, search) for search in searches for arm in ARMS]
+    best = {answer: factor for answer in answers for factor, known in [swept(found, *answer)] if known}
+    runs: list[Run] = []
+    match part:
+        case "finalists":
+            for answer, number in itertools.product(answers, range(FINALISTS)):
+                runs += [Run("proxy", *answer, seed, finalist=number) for seed in FRESH]
+                runs += [Run("mid", *answer, FRESH[0], finalist=number)]
+        case "proxy" | "target":
+            for seed in SEEDS if part == "proxy" else CURVE:
+                runs += [Run(part, "start", -1, seed), *(Run(part, *answer, seed) for answer in answers)]
+        case "sweep":
+            for answer in answers:
+                factor = swept(found, *answer)[0]
+                runs += [Run("target", *answer, seed, 1.0, factor) for seed in (CURVE if answer in best else SWEEP)]
+        case "longer":
+            curves = [("target", of, by) for of, by in best.items() if of[0] == "global"]
+            curves += [("proxy", ("global", search), 1.0) for search in searches]
+            for longer, (scale, of, by), seed in itertools.product(LONGER, curves, CURVE):
+                runs += [Run(scale, *of, seed, longer, by)]
+        case "seeds":
+            for seed in SEEDS[len(CURVE) :]:
+                runs += [Run("target", *answer, seed, 1.0, by) for answer, by in best.items()]
+                runs += [Run("target", "start", -1, seed), *(Run("target", *answer, seed) for answer in answers)]
+        case "alone":
+            every = itertools.product(ALONE, ("target", "proxy"), searches, GROUPS)
+            runs += [Run(scale, group, search, seed) for seed, scale, search, group in every]
+    return list(dict.fromkeys(runs))
 
 
 def rows(folder: Path) -> dict[Run, float]:
@@ -263,31 +374,50 @@ def rows(folder: Path) -> dict[Run, float]:
     return {Run(**line["run"]): math.inf if line["loss"] is None else line["loss"] for line in lines}
 
 
-def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) -> None:
-    """Train the runs of a part that are missing, a stack at a time."""
-    done, chosen = rows(folder), {search: answers(folder, search) for search in asked.searches}
-    missing = [run for run in runs_of(part, asked.searches) if run not in done and run.arm in chosen[run.search]]
-    for (scale, longer), some in itertools.groupby(missing, key=lambda run: (run.scale, run.longer)):
-        group = list(some)
-        size = -(-len(group) // -(-len(group) // asked.stack))  # stacks of equal size
-        recipes = [recipe_of(run, chosen[run.search][run.arm], asked.more_tokens) for run in group]
-        stack = TrialStack(recipes[0], size, tokens, asked.device)
-        seconds = 0.0
-        for first in range(0, len(group), size):
-            losses = stack.train(recipes[first : first + size])
-            seconds += stack.progress.seconds
-            with (folder / "runs.jsonl").open("a") as file:
-                for run, loss in zip(group[first : first + size], losses, strict=True):
-                    known = loss if math.isfinite(loss) else None
-                    file.write(
-                        json.dumps({"run": asdict(run), "loss": known, "tokens": recipes[0].data.tokens}) + "\n"
-                    )
-        print(
-            f"{part}: {scale} x{longer:g}, {len(group)} runs of {recipes[0].data.tokens:,} tokens in stacks of "
-            f"{size}: {len(group) * recipes[0].data.tokens / seconds / 1e6:.2f} M tokens/s, {seconds:.0f} s",
-            flush=True,
-        )
-        del stack
+def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) -> bool:
+    """Train the runs of a part that are missing. Train equal recipes, such as the start, once.
+    Return whether there were any."""
+    found = rows(folder)
+    equal: dict[str, list[Run]] = {}
+    for run in runs_of(part, asked.searches, found):
+        if (recipe := recipe_for(run, folder, found, asked)) is not None:
+            equal.setdefault(recipe.model_dump_json(exclude={"why"}), []).append(run)
+
+    def keep(runs: Sequence[Run], loss: float) -> None:
+        known = loss if math.isfinite(loss) else None
+        with (folder / "runs.jsonl").open("a") as file:
+            file.writelines(json.dumps({"run": asdict(run), "loss": known}) + "\n" for run in runs)
+        for run in runs:
+            print(f"  {' '.join(str(value) for value in asdict(run).values())}: {loss:.4f}", flush=True)
+
+    recipes: dict[Run, Recipe] = {}  # by the first of its runs
+    others: dict[Run, list[Run]] = {}
+    for key, runs in equal.items():
+        missing = [run for run in runs if run not in found]
+        if missing and len(missing) < len(runs):
+            keep(missing, next(found[run] for run in runs if run in found))
+        elif missing:
+            recipes[missing[0]], others[missing[0]] = Recipe.model_validate_json(key), missing
+    print(f"{part}: {len(recipes)} missing runs", flush=True)
+
+    def shape(run: Run) -> tuple[int, int]:  # all runs of a stack have one model and one duration
+        return recipes[run].model.params, recipes[run].data.tokens
+
+    single = [run for run in recipes if asked.device == "cpu" and run.scale != "proxy"]  # too large for a stack there
+    with WorkerPool(asked.workers) as pool:
+        futures = {pool.submit(train_trial, recipes[run].replace({"layout.compile": True})): run for run in single}
+        stacked = sorted(recipes.keys() - futures.values(), key=shape)
+        for _, some in itertools.groupby(stacked, key=shape):
+            group = list(some)
+            size = -(-len(group) // -(-len(group) // asked.stack))  # stacks of equal size
+            stack = _stack(recipes[group[0]], size, tokens, asked.device)
+            for first in range(0, len(group), size):
+                runs = group[first : first + size]
+                for run, loss in zip(runs, stack.train([recipes[run] for run in runs]), strict=True):
+                    keep(others[run], loss)
+        for future in as_completed(futures):
+            keep(others[futures[future]], future.result().loss)
+    return bool(recipes)
 
 
 # ---- the table
@@ -296,96 +426,122 @@ def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) 
 def table(found: dict[Run, float], searches: Sequence[int]) -> list[str]:
     """Each search is one observation: its mean over the seeds of the training."""
 
-    def mean(scale: str, arm: str, search: int, *how: float, seeds: Sequence[int] = SEEDS) -> float | None:
-        losses = [loss for seed in seeds if (loss := found.get(Run(scale, arm, search, seed, *how))) is not None]
-        return statistics.fmean(losses) if len(losses) == len(seeds) else None
+    def mean(run: Run, seeds: Sequence[int]) -> float | None:
+        each = [found.get(Run(**{**asdict(run), "seed": seed})) for seed in seeds]
+        known = [loss for loss in each if loss is not None]
+        return statistics.fmean(known) if len(known) == len(seeds) else None
 
-    lines = ["| scale | arm | loss | against global | equal-loss speed-up by search |", "|---|---|---|---|---|"]
-    for scale in ("proxy", "target"):
-        for arm in ("start", "global", "per-module"):
-            losses = {s: loss for s in searches if (loss := mean(scale, arm, s)) is not None}
-            if not losses:
+    def by_search(scale: str, arm: str, sweep: bool) -> dict[int, dict[int, float]]:
+        losses = {}
+        for s in searches:
+            factor, best = swept(found, arm, s) if sweep else (1.0, True)
+            run = Run(scale, arm, -1 if arm == "start" else s, 0, 1.0, factor)
+            known = {n: loss for n in (len(SEEDS), len(CURVE)) if (loss := mean(run, SEEDS[:n])) is not None}
+            losses |= {s: known} if best and known else {}
+        return losses
+
+    lines = ["| scale | arm | seeds | loss by search | mean | against global | equal-loss speed-up | by search |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for scale, sweep in (("proxy", False), ("target", False), ("target", True)):
+        base = by_search(scale, "global", sweep)
+        for arm in (*(() if sweep else ("start",)), *ARMS):
+            if not (known := by_search(scale, arm, sweep)):
                 continue
-            base = {s: mean(scale, "global", s) for s in losses}
-            paired = [loss - other for s, loss in losses.items() if (other := base[s]) is not None]
+            seeds = min(max(each) for each in (*known.values(), *base.values()))
+            losses = {s: each[seeds] for s, each in known.items()}
+            paired = [loss - base[s][seeds] for s, loss in losses.items() if s in base]
             ratios = []
-            for s in losses if arm == "per-module" else ():
-                # The best lr at each duration, as somebody would have found it who tuned there.
-                curve = [
-                    (longer, min(known))
-                    for longer in LONGER
-                    if (
-                        known := [
-                            loss
-                            for factor in SWEPT
-                            if (loss := mean(scale, "global", s, longer, factor, seeds=CURVE)) is not None
-                        ]
-                    )
-                ]
-                mine = mean(scale, arm, s, seeds=CURVE)
-                assert mine is not None
-                ratios.append(speed_up(curve, mine))
-            against = "" if arm == "global" else mean_of(paired, "+.4f")
+            for s, each in known.items():
+                factor, best = swept(found, "global", s) if scale == "target" else (1.0, True)
+                at = {longer: mean(Run(scale, "global", s, 0, longer, factor), CURVE) for longer in LONGER}
+                curve = sorted((longer, loss) for longer, loss in at.items() if loss is not None)
+                if best and at[1.0] is not None and len(curve) > 1:
+                    ratios.append(speed_up(curve, each[len(CURVE)]))
+            shown = ", ".join(f"{loss:.4f}" for loss in (losses.values() if arm != "start" else set(losses.values())))
+            middle = average(list(losses.values()), ".4f") if arm != "start" else ""
+            against = "" if arm == "global" or not paired else average(paired, "+.4f")
+            by_each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            what = f"{scale}, lr swept" if sweep else scale
             lines.append(
-                f"| {scale} | {arm} | {mean_of(list(losses.values()), '.4f')} | {against} | {', '.join(ratios)} |"
+                f"| {what} | {arm} | {seeds} | {shown} | {middle} | {against} | {times(ratios)} | {by_each} |"
             )
-    lines += ["", "| group back at the start | at the proxy | at the target |", "|---|---|---|"]
+    lines += ["", "| group back at the start | at the proxy, nats | at the target, nats |", "|---|---|---|"]
     for group in GROUPS:
         cells = []
         for scale in ("proxy", "target"):
             costs = []
             for s in searches:
-                seeds = SEEDS[:2]
-                pairs = [
-                    (found.get(Run(scale, group, s, x)), found.get(Run(scale, "per-module", s, x))) for x in seeds
-                ]
+                pairs = [[found.get(Run(scale, arm, s, seed)) for arm in (group, "per-depth")] for seed in ALONE]
                 known = [a - b for a, b in pairs if a is not None and b is not None]
                 costs += [statistics.fmean(known)] if known else []
-            cells.append(f"{mean_of(costs, '+.4f')} ({', '.join(f'{cost:+.3f}' for cost in costs)})" if costs else "")
+            cells.append(f"{average(costs, '+.4f')} ({', '.join(f'{c:+.3f}' for c in costs)})" if costs else "")
         lines.append(f"| {group} | {cells[0]} | {cells[1]} |")
     return lines
 
 
-def speed_up(curve: Sequence[tuple[float, float]], loss: float) -> str:
-    """How many times the tokens the global answer needs for a loss, interpolated in log2 of the tokens."""
-    if len(curve) < 2:
-        return ""
-    for (a, at_a), (b, at_b) in itertools.pairwise(curve):
-        if at_b <= loss or (b == curve[0][0]):
-            share = (at_a - loss) / (at_a - at_b) if at_a > at_b else 0.0
-            return f"{2 ** (math.log2(a) + share * math.log2(b / a)):.2f}"
-    return f"> {curve[-1][0]:g}"
+def speed_up(curve: Sequence[tuple[float, float]], loss: float) -> float:
+    """How many times the tokens the global answer needs for a loss: interpolated in log2 of the tokens, and beyond
+    the curve extrapolated from its nearest two points."""
+    pairs = list(itertools.pairwise(curve))
+    (a, at_a), (b, at_b) = next((pair for pair in pairs if pair[1][1] <= loss), pairs[-1])
+    share = (at_a - loss) / (at_a - at_b) if at_a > at_b else math.nan
+    return 2 ** (math.log2(a) + share * math.log2(b / a))
+
+
+def times(ratios: Sequence[float]) -> str:
+    """The geometric mean of the speed-ups with its 95% interval."""
+    if len(ratios) < 2:
+        return "".join(f"{ratio:.2f}" for ratio in ratios)
+    known = [math.log2(ratio) for ratio in ratios]
+    middle = statistics.fmean(known)
+    margin = t95(len(known) - 1) * statistics.stdev(known) / math.sqrt(len(known))
+    return f"{2**middle:.2f} ({2 ** (middle - margin):.2f} to {2 ** (middle + margin):.2f})"
+
+
+def average(values: Sequence[float], form: str) -> str:
+    """The mean with its 95% interval by Student's t."""
+    if len(values) < 2:
+        return "".join(format(value, form) for value in values)
+    margin = t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.fmean(values):{form}} ± {margin:.4f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", default="python-stdlib", help="[data] source")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--trials", type=int, default=288, help="of each search, in FLOPs of full trials")
-    parser.add_argument("--searches", type=int, default=3)
-    parser.add_argument("--stack", type=int, default=48, help="runs in a stack at most, for the answers")
+    parser.add_argument("--searches", default="0,1,2", help="seeds of the searches")
+    parser.add_argument("--stack", type=int, default=24, help="answers in a stack at most")
+    parser.add_argument("--workers", type=int, default=2, help="on a CPU: answers at once")
     parser.add_argument("--more-tokens", type=float, default=4.0, help="of the target, times those of the proxy")
+    parser.add_argument("--more-batch", type=float, default=1.0, help="of the target, times that of the proxy")
+    parser.add_argument("--larger-compute", default="bf16", help="[precision] compute beyond the proxy")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--set", nargs="*", default=[], help="KEY=JSON of the proxy's recipe")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    asked.searches = range(asked.searches)
-    start = read_recipe(PROXY).replace({"data.source": asked.text})
-    start = start.replace({key: json.loads(value) for key, _, value in (s.partition("=") for s in asked.set)})
-    write_recipe(start, asked.folder / "proxy.toml")
+    asked.searches = [int(seed) for seed in asked.searches.split(",")]
+    proxy = read_recipe(PROXY).replace({"data.source": asked.text})
+    proxy = proxy.replace({key: json.loads(value) for key, _, value in (s.partition("=") for s in asked.set)})
+    write_recipe(proxy, asked.folder / "proxy.toml")
     began = time.monotonic()
-    tokens = prepare(start.data, start.model.vocab_size)
+    tokens = prepare(proxy.data, proxy.model.vocab_size)
     print(f"{len(tokens.train):,} tokens of text in {time.monotonic() - began:.0f} s", flush=True)
     for part in asked.parts.split(","):
         began = time.monotonic()
-        if part == "searches":
-            serve(asked.folder, tokens, start, asked)
+        if part == "start":
+            first = {"searches": [BEFORE], "trials": round(asked.trials * FIRST)}
+            serve(asked.folder, tokens, proxy, argparse.Namespace(**{**vars(asked), **first}), ["global"])
+        elif part == "searches":
+            serve(asked.folder, tokens, start_of(asked.folder), asked, list(ARMS))
         else:
-            train(asked.folder, part, tokens, asked)
+            while train(asked.folder, part, tokens, asked) and part == "sweep":
+                pass
         print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
-        lines = table(rows(asked.folder), asked.searches)
-        write_text(asked.folder / "table.md", "\n".join(lines) + "\n")
+    lines = table(rows(asked.folder), asked.searches)
+    write_text(asked.folder / "table.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
