@@ -427,3 +427,16 @@ def test_a_path_that_cannot_be_looked_at_is_no_link_to_nothing(
     monkeypatch.setattr(os, "lstat", stale)
     monkeypatch.setattr(os, "stat", stale)
     storage.require_target(tmp_path / "link" / "file", "bring it back")
+
+
+def test_a_json_key_that_is_there_twice_is_refused() -> None:
+    nested, outer = '{"text": "a", "meta": {"text": "b", "text": "c"}}', '{"text": "a", "lr": 1, "lr": 2}'
+    for text in (nested, outer):
+        with pytest.raises(InputError, match="2 times; keep one"):
+            storage.foreign_json(text)
+    # With keys, only these keys of the outermost object count.
+    assert storage.foreign_json(nested, ("text",)) == {"text": "a", "meta": {"text": "c"}}
+    assert storage.foreign_json(outer, ("text",)) == {"text": "a", "lr": 2}
+    with pytest.raises(InputError, match='key "lr" 2 times'):
+        storage.foreign_json(outer, ("text", "lr"))
+    assert storage.foreign_json('[{"a": 1}, 2]', ("a",)) == [{"a": 1}, 2]

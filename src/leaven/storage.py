@@ -14,7 +14,7 @@ import shutil
 import socket
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -498,27 +498,34 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
     return value if isinstance(value, dict) else None
 
 
-@cache
-def _decoder(key: str | None) -> json.JSONDecoder:
-    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            for name, number in Counter(name for name, _ in pairs).items():
-                if number > 1 and key in {None, name}:
-                    raise InputError(f"one JSON object has the key {json.dumps(name)} {number} times; keep one")
-        return found
-
-    return json.JSONDecoder(object_pairs_hook=each_once)
-
-
-def foreign_json(text: str | bytes, key: str | None = None) -> Any:
+def foreign_json(text: str | bytes, keys: Collection[str] | None = None) -> Any:
     """Return the value of a JSON text that another program wrote.
 
-    Raise InputError if an object has ``key``, or any key if None, more than once, and ValueError if it is not JSON.
+    Raise InputError if an object has a key more than once, and ValueError if the text is not JSON. With ``keys``,
+    only these keys of the outermost object count.
     """
+    pairs: list[tuple[str, Any]] = []
+
+    def each_once(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal pairs
+        pairs = found  # at the end, those of the outermost object
+        if keys is None:
+            _require_once(found, None)
+        return dict(found)
+
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
-    return _decoder(key).decode(text)
+    value = json.JSONDecoder(object_pairs_hook=each_once).decode(text)
+    if keys is not None and isinstance(value, dict):
+        _require_once(pairs, keys)
+    return value
+
+
+def _require_once(pairs: Sequence[tuple[str, Any]], keys: Collection[str] | None) -> None:
+    if len(dict(pairs)) < len(pairs):
+        for name, number in Counter(name for name, _ in pairs).items():
+            if number > 1 and (keys is None or name in keys):
+                raise InputError(f"one JSON object has the key {json.dumps(name)} {number} times; keep one")
 
 
 @contextmanager

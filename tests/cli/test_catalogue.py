@@ -158,4 +158,4 @@ def test_only_the_speed_of_an_unmeasured_matmul_is_assumed(leaven: Verb) -> None
 
 def test_check_names_a_value_without_effect(leaven: Verb) -> None:
     _, _, err = leaven("recipes", "check", EXAMPLE, "--set", "scaling.rule=mup", "--set", "scaling.alpha=0.5")
-    assert "scaling.alpha = 0.5: no effect with the rule mup" in err
+    assert "scaling.alpha = 0.5: no effect in this run (rule mup" in err

@@ -127,17 +127,20 @@ def test_bad_values_are_one_line_that_says_what_to_type(tiny_file: Path, overrid
 
 
 @pytest.mark.parametrize(
-    "two",
+    ("two", "says"),
     [
-        ("data.seed=1", "data.seed=2"),
-        ("hyperparameters.modules.mlp.out.lr=2.0", 'hyperparameters.modules."mlp.out".lr=3.0'),
-        ("batch.tokens=512", "batch={tokens=1024}"),
-        ("evaluation.tokens=512", "evaluation="),
+        (("data.seed=1", "data.seed=2"), "the same value; leave one out"),
+        (
+            ("hyperparameters.modules.mlp.out.lr=2.0", 'hyperparameters.modules."mlp.out".lr=3.0'),
+            "the same value; leave one out",
+        ),
+        (("batch.tokens=512", "batch={tokens=1024}"), "a table and a value in it; write both in one"),
+        (("evaluation.tokens=512", "evaluation="), "a table and a value in it; write both in one"),
     ],
 )
-def test_one_value_is_set_only_once(tiny_file: Path, two: tuple[str, str]) -> None:
+def test_one_value_is_set_only_once(tiny_file: Path, two: tuple[str, str], says: str) -> None:
     for first, second in (two, two[::-1]):
-        with refused(f"--set {first} and --set {second} set the same value; leave one out"):
+        with refused(f"--set {first} and --set {second} set {says}"):
             read_recipe(tiny_file, [first, second])
 
 

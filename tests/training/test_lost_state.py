@@ -788,7 +788,7 @@ def test_a_second_run_with_dropout_in_the_same_process_is_refused(
     recipe, refusals = recipe.replace({"model.dropout": 0.1}), list[str]()
 
     def other(step: object) -> None:
-        with pytest.raises(InputError, match="another thread of this process trains with dropout") as refused:
+        with pytest.raises(InputError, match="another run of this process trains with dropout") as refused:
             train(recipe, tokens, tmp_path / "other")
         refusals.append(str(refused.value))
 

@@ -161,7 +161,7 @@ def _open_lines(path: Path) -> Any:
 
 def _json_row(place: str, line: bytes, text: str) -> TextRow:
     try:
-        row = storage.foreign_json(line.decode("utf-8-sig"), text)
+        row = storage.foreign_json(line.decode("utf-8-sig"), (text,))
     except UnicodeDecodeError as error:
         return TextRow(place, fault=f"is not UTF-8 ({error})")
     except InputError as error:

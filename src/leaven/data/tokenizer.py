@@ -131,6 +131,8 @@ class Encoder:
             with _refusing("cannot encode the text"):
                 ids = self.tokenizer.encode(text, add_special_tokens=False).ids
                 decoded = self.tokenizer.decode(ids, skip_special_tokens=False)
+            if "\N{REPLACEMENT CHARACTER}" in decoded:  # added tokens of one letter, which decode to a byte
+                continue
             kept, at = "".join(normalize("NFC", decoded).split()), 0
             for word in normalize("NFC", text).split():
                 if not kept.startswith(word, at):

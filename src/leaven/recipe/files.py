@@ -70,7 +70,9 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
         keys = split_path(path.strip())
         for other, its_keys in given:
             if all(a == b for a, b in zip(keys, its_keys, strict=False)):  # the same value, or a table and its value
-                raise InputError(f"--set {other} and --set {override} set the same value; leave one out")
+                same = "the same value; leave one out"
+                how = same if keys == its_keys else "a table and a value in it; write both in one"
+                raise InputError(f"--set {other} and --set {override} set {how}")
         given.append((override, keys))
         _override(document, path.strip(), value.strip())
         if isinstance(why := document.get("why"), dict):

@@ -179,12 +179,12 @@ def train(
 
 @contextmanager
 def _one_with_dropout(recipe: Recipe, group: ProcessGroup) -> Iterator[None]:
-    """Raise InputError if another thread of this process trains with dropout: masks use torch's global generator."""
+    """Raise InputError if another run of this process trains with dropout: masks use torch's global generator."""
     draws = recipe.model.dropout > 0 and group is SINGLE_PROCESS
     if draws and not _DROPOUT.acquire(blocking=False):
         raise InputError(
-            "train: another thread of this process trains with dropout, and both would draw from torch's global "
-            "random generator; train one after the other, or each in its own process"
+            "train: another run of this process trains with dropout, and both would draw from torch's global random "
+            "generator; train one after the other, or each in its own process"
         )
     try:
         yield

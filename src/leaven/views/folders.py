@@ -189,7 +189,9 @@ def _seconds_of(steps: Sequence[dict[str, Any]], returns: Sequence[dict[str, Any
     before, since = (returns[-1].get("seconds"), returns[-1]["to_tokens"]) if returns else (None, 0)
     timed = [step for step in steps if step.get("batch_tokens") and step.get("tokens_per_second")]
     new = [step for step in timed if before is None or step["tokens"] > since]
-    return (before or 0.0) + sum(step["batch_tokens"] / step["tokens_per_second"] for step in new) if timed else None
+    if before is None and not timed:
+        return None
+    return (before or 0.0) + sum(step["batch_tokens"] / step["tokens_per_second"] for step in new)
 
 
 def _drawable(number: float) -> bool:

@@ -260,4 +260,5 @@ def _schedule(given: Settings) -> None:
     units = {"min_lr_rate": 1, "min_lr_ratio": 1, "min_lr": peak, "lr_end": peak}
     floor = next((options[key] / unit for key, unit in units.items() if key in options.table and options[key]), 0.0)
     draft.set("schedule.decay", schedule["decay"], why)
-    draft.set("schedule.min_lr_ratio", float(f"{floor:.12g}"), f"{why}, lr_scheduler_kwargs")
+    if schedule["decay"] != "constant":
+        draft.set("schedule.min_lr_ratio", float(f"{floor:.12g}"), f"{why}, lr_scheduler_kwargs")

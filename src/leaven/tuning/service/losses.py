@@ -188,7 +188,8 @@ def _rows(source: LossSource, where: Path, complete: bool = False, resumed: bool
     of W&B, are read in order of the start times in their paths or, with ``resumed``, of their last steps.
     """
     if source.jsonl is not None:
-        lines = storage.read_json_lines(where, storage.foreign_json)
+        read = (str(source.key), str(source.step))
+        lines = storage.read_json_lines(where, lambda line: storage.foreign_json(line, read))
         return ((line.get(source.step or ""), line) for line in lines.documents)
     found: list[list[list[Row]]]  # by folder and file
     if source.tensorboard is not None:
