@@ -191,7 +191,7 @@ def _seconds_of(steps: Sequence[dict[str, Any]], returns: Sequence[dict[str, Any
     new = [step for step in timed if before is None or step["tokens"] > since]
     if before is None and not timed:
         return None
-    return (before or 0.0) + sum(step["batch_tokens"] / step["tokens_per_second"] for step in new)
+    return float((before or 0.0) + sum(step["batch_tokens"] / step["tokens_per_second"] for step in new))
 
 
 def _drawable(number: float) -> bool:
