@@ -220,6 +220,12 @@ def test_settings_that_change_what_values_mean_are_named(folder: Path, tiny: Rec
         "its recipe has model.qk_norm True (here False), hyperparameters.beta2 0.95 (here 0.9) and "
         f"precision.compute fp32 (here bf16), {said}"
     ]
+    plain: dict[str, Any] = {"hyperparameters.modules": {}}
+    write_recipe(tiny.replace(plain), folder / "centre.toml")
+    multipliers = "hyperparameters.modules.embedding"
+    assert cautions(plain | {multipliers: {}}) == []
+    assert cautions(plain | {multipliers: {"lr": 4.0}}) == [f"its recipe has {multipliers}.lr 1.0 (here 4.0), {said}"]
+    write_recipe(tiny, folder / "centre.toml")
     assert cautions({"hyperparameters.beta2": 0.9}, f"{LR},hyperparameters.beta2") == [
         "it did not search hyperparameters.beta2, so it says nothing about these values"
     ]

@@ -23,7 +23,7 @@ import numpy as np
 
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.recipe.recipe import Difference, Recipe, differences, split_path
+from leaven.recipe.recipe import Difference, Recipe, effective_differences, split_path
 from leaven.recipe.units import listed
 from leaven.scaling.cells import Ratios
 from leaven.scaling.table import parameter_table
@@ -133,7 +133,11 @@ def _other_values(there: Recipe, here: Recipe, searched: set[str]) -> list[Diffe
     scaled = any(parameter_table(recipe).ratios != Ratios() for recipe in (there, here))
     known = (*_COMPARED, *(() if scaled else ("scaling.",)), *(f"model.{field}" for field in FREE_FIELDS))
     profiles = {path.partition("[")[0] for path in searched}
-    return [each for each in differences(there, here) if each[0] not in profiles and not each[0].startswith(known)]
+    return [
+        each
+        for each in effective_differences(there, here)
+        if each[0] not in profiles and not each[0].startswith(known)
+    ]
 
 
 def _not_searched(space: SearchSpace, searched: set[str]) -> list[str]:
