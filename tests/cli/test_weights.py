@@ -9,7 +9,7 @@ from tests.cli.conftest import Verb, document
 from tests.conftest import TINY
 
 import leaven as package
-from leaven.interop.weights import model_card
+from leaven.interop.weights import card_caution, model_card
 from leaven.recipe.files import parse_recipe, read_recipe
 from leaven.training.run_folder import RunFolder
 
@@ -52,6 +52,8 @@ def test_values_of_the_model_card_that_a_new_recipe_does_not_take_are_named(
     said = " ".join(leaven("new", recipe, "--from-weights", out, "--tokens", "4k")[2].split())
     assert f"the recipe in {out / 'README.md'} has other values, which are not taken: " in said
     assert "hyperparameters.lr, " in said
+    written = read_recipe(recipe)
+    assert card_caution(written.replace({"hyperparameters.modules.mlp.out.lr": 1.0})) == card_caution(written)
     (out / "README.md").write_text("# A model of somebody else\n\n```toml\nname = 1\n```\n")
     code, _, err = leaven("new", recipe.with_name("b.toml"), "--from-weights", out, "--tokens", "4k")
     assert (code, "not taken" in err) == (0, False)

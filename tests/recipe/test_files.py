@@ -9,7 +9,7 @@ import pytest
 from tests.errors import refused
 
 from leaven.recipe.files import parse_recipe, read_recipe, render
-from leaven.recipe.recipe import Recipe, differences
+from leaven.recipe.recipe import Recipe, differences, effective_differences
 
 
 def test_comments_and_order_survive_a_change(tiny: Recipe, tiny_text: str) -> None:
@@ -177,3 +177,13 @@ def test_a_z_loss_is_written_only_if_there_is_one(tiny: Recipe) -> None:
 def test_differences_leave_out_what_does_not_change_the_loss(tiny: Recipe) -> None:
     other = tiny.replace({"hyperparameters.lr": 0.02, "name": "other", "layout.dp": 2, "why": {"a": "b"}})
     assert differences(tiny, other) == [("hyperparameters.lr", 0.01, 0.02)]
+
+
+def test_a_module_without_multipliers_has_multipliers_of_1(tiny: Recipe) -> None:
+    embedding = "hyperparameters.modules.embedding"
+    plain = tiny.replace({"hyperparameters.modules": {}})
+    stated, other = (plain.replace({embedding: {"lr": lr}}) for lr in (1.0, 4.0))
+    assert effective_differences(plain, stated) == effective_differences(stated, plain) == []
+    assert effective_differences(plain, other) == [(f"{embedding}.lr", 1.0, 4.0)]
+    both = other.replace({"hyperparameters.modules.mlp.out.residual": 0.5})
+    assert effective_differences(both, other) == [("hyperparameters.modules.mlp.out.residual", 0.5, 1.0)]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from leaven.recipe.recipe import Recipe
 from leaven.tuning.algorithm.answer import (
     ELSEWHERE,
     ChosenPoint,
@@ -22,8 +23,10 @@ from leaven.tuning.algorithm.answer import (
 )
 from leaven.tuning.algorithm.noise import pooled_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
+from leaven.tuning.point import BATCH, WARM_UP
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.study_folder import reason
+from leaven.tuning.space import space
 from leaven.tuning.study_document import Answer, Dimension, StudyDocument, StudyTrial, front
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
@@ -330,6 +333,34 @@ def test_ends_of_a_flat_region_of_whole_numbers_lie_inside(centre: int) -> None:
     match = re.search(r"from ([\d,]+) to ([\d,]+), the loss is equal within the noise", said)
     assert match is not None
     assert [int(end.replace(",", "")) for end in match.groups()] == [math.ceil(exact[0]), math.floor(exact[1])]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "exact", "said"),
+    [
+        (BATCH, 288, (270, 350), "288 to 320"),  # sequences of 32 tokens
+        (BATCH, 288, (289.3, 300), "288 to 288"),
+        (BATCH, 288, (200, 287), "224 to 288"),
+        (WARM_UP, 15, (14.6, 14.9), "15 to 15"),
+        (WARM_UP, 14, (14.2, 14.4), "14 to 14"),
+    ],
+)
+def test_a_flat_region_of_whole_values_has_the_chosen_value(
+    path: str, value: int, exact: tuple[float, float], said: str, tiny: Recipe
+) -> None:
+    searched = space(tiny, path)
+    start = searched.dimensions[0].centre
+    found = answer(study([OPTIMUM]), DIMENSIONS, 0.02)
+    low, high = (math.log2(end / start) for end in exact)
+    coordinate = dataclasses.replace(found.coordinates[0], path=path, flat=(low, high))
+    document = document_of(found).model_copy(
+        update={
+            "dimensions": searched.dimensions,
+            "octaves": {path: math.log2(value / start)},
+            "coordinates": (coordinate,),
+        }
+    )
+    assert f"; from {said}, the loss is equal within the noise" in reason(path, document, searched)
 
 
 def test_the_front_counts_branches_by_their_tokens_and_other_seeds_by_their_mean() -> None:

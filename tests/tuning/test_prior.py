@@ -220,6 +220,19 @@ def test_settings_that_change_what_values_mean_are_named(folder: Path, tiny: Rec
         "its recipe has model.qk_norm True (here False), hyperparameters.beta2 0.95 (here 0.9) and "
         f"precision.compute fp32 (here bf16), {said}"
     ]
+    assert cautions({"model.norm_eps": 1e-5, "model.rope_theta": 500_000.0, "model.d_ff": 128}) == [
+        f"its recipe has model.norm_eps 1e-06 (here 1e-05) and model.rope_theta 10000.0 (here 500000.0), {said}"
+    ]
+    write_recipe(tiny.replace({"start.weights": "first"}), folder / "centre.toml")
+    assert cautions({"start.weights": "second"}) == [f"its recipe has start.weights first (here second), {said}"]
+    assert cautions({"start.weights": os.path.abspath("first")}) == []
+    assert len(cautions({})) == 1  # of random weights, `unlike_training` warns
+    plain: dict[str, Any] = {"hyperparameters.modules": {}}
+    write_recipe(tiny.replace(plain), folder / "centre.toml")
+    multipliers = "hyperparameters.modules.embedding"
+    assert cautions(plain | {multipliers: {}}) == []
+    assert cautions(plain | {multipliers: {"lr": 4.0}}) == [f"its recipe has {multipliers}.lr 1.0 (here 4.0), {said}"]
+    write_recipe(tiny, folder / "centre.toml")
     assert cautions({"hyperparameters.beta2": 0.9}, f"{LR},hyperparameters.beta2") == [
         "it did not search hyperparameters.beta2, so it says nothing about these values"
     ]

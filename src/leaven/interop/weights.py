@@ -28,7 +28,7 @@ from leaven.interop.configs.export import environment
 from leaven.interop.configs.from_transformers import read_model
 from leaven.interop.huggingface_config import HuggingFaceModel, read_config, read_json
 from leaven.recipe.files import parse_recipe, read_text
-from leaven.recipe.recipe import Recipe, differences, flatten
+from leaven.recipe.recipe import Recipe, effective_differences, flatten
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
 from leaven.recipe.units import format_quantity, listed
 from leaven.scaling.table import ParameterTable, folding
@@ -537,7 +537,7 @@ def card_caution(recipe: Recipe) -> str | None:
     except InputError:  # a model card of somebody else, or none
         return None
     adopted = ("start.", "data.source", "data.tokenizer", "data.tokens")
-    others = [path for path, *_ in differences(theirs, recipe) if not path.startswith(adopted)]
+    others = [path for path, *_ in effective_differences(theirs, recipe) if not path.startswith(adopted)]
     if more := len(others[_MOST_NAMED:]):
         others[_MOST_NAMED:] = [f"{more} more"]
     if not others:

@@ -14,7 +14,7 @@ from leaven import storage
 from leaven.recipe.base import Part
 from leaven.recipe.batch import Batch, BatchSchedule, Count
 from leaven.recipe.data import Data
-from leaven.recipe.hyperparameters import Hyperparameters
+from leaven.recipe.hyperparameters import Hyperparameters, Multipliers
 from leaven.recipe.init_std import require_one_rule
 from leaven.recipe.layout import Layout
 from leaven.recipe.schedule import Schedule
@@ -351,6 +351,15 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
     """Return the differences between two recipes that can change the loss by more than its last bits."""
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
+
+
+def effective_differences(a: Recipe, b: Recipe) -> list[Difference]:
+    """Return `differences`, where a module that only one recipe has counts as a module with multipliers of 1."""
+    documents = [recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)]
+    ones = dict.fromkeys([*a.hyperparameters.modules, *b.hyperparameters.modules], Multipliers().model_dump())
+    for document in documents:
+        document["hyperparameters"]["modules"] = ones | document["hyperparameters"]["modules"]
+    return differing(*documents)
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:

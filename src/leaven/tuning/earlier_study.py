@@ -23,12 +23,12 @@ import numpy as np
 
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.recipe.recipe import Difference, Recipe, differences, split_path
+from leaven.recipe.recipe import Difference, Recipe, effective_differences, split_path
 from leaven.recipe.units import listed
 from leaven.scaling.cells import Ratios
 from leaven.scaling.table import parameter_table
 from leaven.scaling.tested_ranges import unlike, unlike_training
-from leaven.scaling.transfer import FREE_FIELDS, searched_paths
+from leaven.scaling.transfer import FREE_FIELDS, MINOR_FIELDS, searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.command import CommandFile, CommandSpace, command_space, is_command_file
 from leaven.tuning.point import (
@@ -51,11 +51,12 @@ from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial, r
 PointOf = Callable[[StudyTrial, Sequence[Dimension]], list[float]]
 
 LEAST = 4  # the fewest finished trials that an earlier study must have
-# Values that two studies may have of their own (sizes, order of the text, checkpoints), and values that
-# `leaven.scaling.tested_ranges.unlike_training` compares.
+# Values that two studies may have of their own (sizes, order of the text, checkpoints), and values that `unlike` and
+# `unlike_training` of `leaven.scaling.tested_ranges` compare.
 _COMPARED: tuple[str, ...] = (BATCH, TOKENS, "scaling.base", "scaling.token_exponent_interval", "batch.micro_batch")
 _COMPARED += ("model.experts.d_expert", "data.source", "data.documents", "data.seed", "data.corrupt_share")
-_COMPARED += ("schedule.", "start.", "stability.", "evaluation.")
+_COMPARED += ("schedule.", "stability.", "evaluation.", "model.vocab_size", "model.seq_len", DROPOUT)
+_COMPARED += tuple(f"model.{size}" for size in FREE_FIELDS - MINOR_FIELDS)
 EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an earlier study is used
 
 
@@ -131,9 +132,14 @@ def _other_values(there: Recipe, here: Recipe, searched: set[str]) -> list[Diffe
     """Return the differences between two recipes that may change the loss, without ``searched`` values, sizes that
     the rule scales, and values of which `unlike` and `unlike_training` warn."""
     scaled = any(parameter_table(recipe).ratios != Ratios() for recipe in (there, here))
-    known = (*_COMPARED, *(() if scaled else ("scaling.",)), *(f"model.{field}" for field in FREE_FIELDS))
+    starts = {recipe.start.folder.absolute() for recipe in (there, here) if recipe.start.folder}
+    known = (*_COMPARED, *(() if scaled else ("scaling.",)), *(("start.",) if len(starts) <= 1 else ()))
     profiles = {path.partition("[")[0] for path in searched}
-    return [each for each in differences(there, here) if each[0] not in profiles and not each[0].startswith(known)]
+    return [
+        each
+        for each in effective_differences(there, here)
+        if each[0] not in profiles and not each[0].startswith(known)
+    ]
 
 
 def _not_searched(space: SearchSpace, searched: set[str]) -> list[str]:

@@ -272,10 +272,13 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
         each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
         # Sorted, because a beta falls when its distance grows.
         ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
-        if all(type(end) is int for end in ends):  # both ends lie inside
+        chosen = space.values(point)[path]
+        if type(chosen) is int:  # both ends lie inside, or are the value itself
+            unit = space.recipe.model.seq_len if isinstance(space, Space) and path == BATCH else 1
             of = next(dimension for dimension in state.dimensions if dimension.path == path)
-            low, high = (round(moved(of.unit, float(of.centre), octaves), 6) for octaves in each.flat)
-            parts += [f"from {math.ceil(low):,} to {math.floor(high):,}, the loss is equal within the noise"]
+            low, high = (round(moved(of.unit, float(of.centre), octaves) / unit, 6) for octaves in each.flat)
+            low, high = min(math.ceil(low) * unit, chosen), max(math.floor(high) * unit, chosen)
+            parts += [f"from {low:,} to {high:,}, the loss is equal within the noise"]
         elif numbers := sorted(end for end in ends if not isinstance(end, str | bool)):
             parts += [
                 f"from {format_number(numbers[0])} to {format_number(numbers[1])}, the loss is equal within the noise"
