@@ -71,7 +71,7 @@ WIDER, DEEPER = 4, 2
 CURVE = SEEDS[:3]  # of the first runs at the target, and of the runs for the equal-loss speed-up
 SWEEP = SEEDS[:2]  # of the runs that choose the lr at the target
 FACTORS = tuple(2 ** (n / 2) for n in range(-4, 5))  # of the lr at the target
-LONGER = (1.0, 2.0, 1.41)  # times the tokens, for the equal-loss speed-up; those that decide first
+LONGER = (1.0, 2.0)  # times the tokens, for the equal-loss speed-up
 ALONE = SEEDS[:2]
 WORKERS = 8  # trials at a time of each search
 QUIET = 0.5  # seconds without a new trial after which a stack that is not full is trained
@@ -359,9 +359,9 @@ def runs_of(part: str, searches: Sequence[int], found: dict[Run, float]) -> list
             for longer, (scale, of, by), seed in itertools.product(LONGER, curves, CURVE):
                 runs += [Run(scale, *of, seed, longer, by)]
         case "seeds":
-            for seed in SEEDS[len(CURVE) :]:
-                runs += [Run("target", *answer, seed, 1.0, by) for answer, by in best.items()]
-                runs += [Run("target", "start", -1, seed), *(Run("target", *answer, seed) for answer in answers)]
+            rest = SEEDS[len(CURVE) :]
+            runs += [Run("target", *answer, seed, 1.0, by) for seed in rest for answer, by in best.items()]
+            runs += [Run("target", *answer, seed) for seed in rest for answer in (("start", -1), *answers)]
         case "alone":
             every = itertools.product(ALONE, ("target", "proxy"), searches, GROUPS)
             runs += [Run(scale, group, search, seed) for seed, scale, search, group in every]
@@ -380,7 +380,7 @@ def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) 
     found = rows(folder)
     equal: dict[str, list[Run]] = {}
     for run in runs_of(part, asked.searches, found):
-        if (recipe := recipe_for(run, folder, found, asked)) is not None:
+        if run.arm in asked.arms and (recipe := recipe_for(run, folder, found, asked)) is not None:
             equal.setdefault(recipe.model_dump_json(exclude={"why"}), []).append(run)
 
     def keep(runs: Sequence[Run], loss: float) -> None:
@@ -519,10 +519,12 @@ def main() -> None:
     parser.add_argument("--more-batch", type=float, default=1.0, help="of the target, times that of the proxy")
     parser.add_argument("--larger-compute", default="bf16", help="[precision] compute beyond the proxy")
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--arms", default=",".join(("start", *ARMS, *GROUPS)), help="of the answers to train")
     parser.add_argument("--set", nargs="*", default=[], help="KEY=JSON of the proxy's recipe")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     asked.searches = [int(seed) for seed in asked.searches.split(",")]
+    asked.arms = asked.arms.split(",")
     proxy = read_recipe(PROXY).replace({"data.source": asked.text})
     proxy = proxy.replace({key: json.loads(value) for key, _, value in (s.partition("=") for s in asked.set)})
     write_recipe(proxy, asked.folder / "proxy.toml")
