@@ -47,7 +47,7 @@ def family(
 ) -> PlantedModels:
     """Return the models of proxy.toml with a vocabulary of 256 and sequences of 32 tokens, changed by ``fault``."""
     small = [
-        *overrides,
+        *{each.partition("=")[0]: each for each in overrides}.values(),  # the last of each
         "model.vocab_size=256",
         "model.seq_len=32",
         f"model.tied_embeddings={str(tied_embeddings).lower()}",
