@@ -272,10 +272,9 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
         each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
         # Sorted, because a beta falls when its distance grows.
         ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
-        chosen = space.values(point)[path]
-        if type(chosen) is int:  # both ends lie inside, or are the value itself
+        chosen, of = space.values(point)[path], state.dimension(path)
+        if type(chosen) is int and of.unit != "choice":  # both ends lie inside, or are the value itself
             unit = space.recipe.model.seq_len if isinstance(space, Space) and path == BATCH else 1
-            of = next(dimension for dimension in state.dimensions if dimension.path == path)
             low, high = (round(moved(of.unit, float(of.centre), octaves) / unit, 6) for octaves in each.flat)
             low, high = min(math.ceil(low) * unit, chosen), max(math.floor(high) * unit, chosen)
             parts += [f"from {low:,} to {high:,}, the loss is equal within the noise"]
