@@ -380,7 +380,7 @@ def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) 
     found = rows(folder)
     equal: dict[str, list[Run]] = {}
     for run in runs_of(part, asked.searches, found):
-        if run.arm in asked.arms and (recipe := recipe_for(run, folder, found, asked)) is not None:
+        if (recipe := recipe_for(run, folder, found, asked)) is not None:
             equal.setdefault(recipe.model_dump_json(exclude={"why"}), []).append(run)
 
     def keep(runs: Sequence[Run], loss: float) -> None:
@@ -519,12 +519,10 @@ def main() -> None:
     parser.add_argument("--more-batch", type=float, default=1.0, help="of the target, times that of the proxy")
     parser.add_argument("--larger-compute", default="bf16", help="[precision] compute beyond the proxy")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--arms", default=",".join(("start", *ARMS, *GROUPS)), help="of the answers to train")
     parser.add_argument("--set", nargs="*", default=[], help="KEY=JSON of the proxy's recipe")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     asked.searches = [int(seed) for seed in asked.searches.split(",")]
-    asked.arms = asked.arms.split(",")
     proxy = read_recipe(PROXY).replace({"data.source": asked.text})
     proxy = proxy.replace({key: json.loads(value) for key, _, value in (s.partition("=") for s in asked.set)})
     write_recipe(proxy, asked.folder / "proxy.toml")

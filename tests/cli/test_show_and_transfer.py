@@ -161,7 +161,7 @@ def test_a_recipe_of_a_run_that_a_rewind_changed_is_named(leaven: Verb, tiny_fil
     why = "since 5,120 tokens, by --rewind-to; before: 0.02"
     rewound = tmp_path / "rewound.toml"
     write_recipe(read_recipe(tiny_file).replace({"why": {"hyperparameters.lr": why}}), rewound)
-    said = "is of a run that began with other values of hyperparameters.lr, which --rewind-to changed"
+    said = "belongs to a run that began with other values of hyperparameters.lr, which --rewind-to changed"
     for command in (
         ("show",),
         ("recipes", "check"),

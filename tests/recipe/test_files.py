@@ -135,13 +135,20 @@ def test_bad_values_are_one_line_that_says_what_to_type(tiny_file: Path, overrid
             "the same value; leave one out",
         ),
         (("batch.tokens=512", "batch={tokens=1024}"), "a table and a value in it; write both in one"),
-        (("evaluation.tokens=512", "evaluation="), "a table and a value in it; write both in one"),
     ],
 )
 def test_one_value_is_set_only_once(tiny_file: Path, two: tuple[str, str], says: str) -> None:
     for first, second in (two, two[::-1]):
         with refused(f"--set {first} and --set {second} set {says}"):
             read_recipe(tiny_file, [first, second])
+
+
+def test_a_table_and_a_value_that_it_lacks_are_both_set(tiny_file: Path) -> None:
+    assert read_recipe(tiny_file, ["batch={tokens=1024}", "batch.micro_batch=4"]).batch.micro_batch == 4
+    assert read_recipe(tiny_file, ["evaluation=", "evaluation.tokens=512"]).evaluation.tokens == 512
+    for lost in (["batch.micro_batch=4", "batch={tokens=1024}"], ["evaluation.tokens=512", "evaluation="]):
+        with refused("set a table and a value in it; write both in one"):
+            read_recipe(tiny_file, lost)
 
 
 def test_a_reason_is_removed_in_any_spelling_of_its_value(tiny: Recipe) -> None:

@@ -176,7 +176,7 @@ def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
     read = read_recipe(recipe, overrides or ())
     if changed := [path for path, why in read.why.items() if BY_REWIND in why]:
         said = f"{listed(changed, 'and')}, which --rewind-to changed during that run (see [why])"
-        warn([f"{recipe} is of a run that began with other values of {said}"])
+        warn([f"{recipe} belongs to a run that began with other values of {said}"])
     return read
 
 

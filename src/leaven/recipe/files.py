@@ -3,7 +3,7 @@
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -69,16 +69,27 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
             raise InputError(f"--set {override}: not a key and a value; write --set key.subkey=value")
         keys = split_path(path.strip())
         for other, its_keys in given:
-            if all(a == b for a, b in zip(keys, its_keys, strict=False)):  # the same value, or a table and its value
-                same = "the same value; leave one out"
-                how = same if keys == its_keys else "a table and a value in it; write both in one"
-                raise InputError(f"--set {other} and --set {override} set {how}")
+            if keys == its_keys:
+                raise InputError(f"--set {other} and --set {override} set the same value; leave one out")
+            inside = keys[: len(its_keys)] == its_keys and _holds(document, keys)
+            if inside or its_keys[: len(keys)] == keys:  # one of them would be lost
+                raise InputError(
+                    f"--set {other} and --set {override} set a table and a value in it; write both in one"
+                )
         given.append((override, keys))
         _override(document, path.strip(), value.strip())
         if isinstance(why := document.get("why"), dict):
             why.pop(".".join(keys), None)  # the reason belongs to the value that was replaced
     _require_plain(document, origin)
     return document
+
+
+def _holds(document: Any, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if not isinstance(document, dict) or key not in document:
+            return False
+        document = document[key]
+    return True
 
 
 def _require_plain(document: dict[str, Any], origin: str) -> None:
