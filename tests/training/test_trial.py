@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -304,6 +305,19 @@ def test_workers_that_cannot_share_memory_are_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr("leaven.data.pool.ProcessPoolExecutor", read_only)
     with pytest.raises(InputError, match=r"because /dev/shm cannot be written \(Read-only file system\); make room"):
         WorkerPool(1)
+
+
+def test_a_pool_that_was_left_has_no_thread_that_could_print_while_python_exits() -> None:
+    before = set(threading.enumerate())
+    with WorkerPool(1) as pool:
+        waiting = pool.submit(time.sleep, 100)
+        assert set(threading.enumerate()) > before
+    assert set(threading.enumerate()) == before
+    with pytest.raises(BrokenProcessPool):
+        waiting.result()
+    with pytest.raises((BrokenProcessPool, RuntimeError)):
+        pool.submit(os.getpid)
+    assert set(threading.enumerate()) == before
 
 
 @pytest.mark.kills

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -289,27 +290,34 @@ class WorkerPool:
     def __init__(self, workers: int, device: str | None = None) -> None:
         self._workers, self._device = workers, device
         self._executor = self._new()
+        self._lock = threading.Lock()  # threads may still submit while the ``with`` block ends
+        self._left = False
 
     def _new(self) -> ProcessPoolExecutor:
         return new_processes(self._workers, initialise_worker, self._device)
 
     def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
-        with signals_blocked():  # the executor may start a process
+        with self._lock, signals_blocked():  # the executor may start a process
             try:
                 return self._executor.submit(function, *arguments, **named)
             except BrokenProcessPool:
-                self._end()  # the executor sends SIGTERM to the other workers, but they block it
+                if self._left:
+                    raise
+                self._end()
                 self._executor = self._new()
                 return self._executor.submit(function, *arguments, **named)
 
     def _end(self) -> None:
-        processes = list((self._executor._processes or {}).values())  # shutdown forgets them
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
+        for process in list((self._executor._processes or {}).values()):
+            process.kill()  # they block SIGTERM, which the executor may send
+        # Wait for the executor's thread: if it closes its pipe only while Python exits, Python 3.11 may write to the
+        # closed pipe and print a traceback.
+        self._executor.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._end()
+        with self._lock:
+            self._left = True
+            self._end()
