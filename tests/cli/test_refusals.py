@@ -126,6 +126,7 @@ REFUSED = {
     "check memory tiny.toml --rank 0 --all-stages": "--all-stages cannot be combined with --rank",
     "new mine.toml --source a.txt --params 1M --source=b.txt": "--source is given more than once; give it once",
     "check memory tiny.toml --layout tp=2 --layout pp=2": "error: --layout is given more than once",
+    "transfer tiny.toml -oone.toml -oother.toml": "error: --output is given more than once",
     "show tiny.toml --set data.seed=1 --set data.seed=2": "and --set data.seed=2 set the same value; leave one out",
     "show tiny.toml --rule mup": "--rule cannot be combined with RECIPE; leave one of them out",
     "bench tiny.toml --noise-multiple 2": "(without --noise-from) cannot be combined with --noise-multiple; leave",

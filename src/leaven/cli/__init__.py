@@ -63,11 +63,11 @@ class Verbs(TyperGroup):
 
 def _refuse_repeats(command: Any, args: list[str]) -> None:
     """Raise InputError if an option that takes one value is given twice, because only the last value would count."""
-    once = [each for each in command.params if not (each.multiple or getattr(each, "is_flag", True))]
-    names = {option: each.name for each in once for option in each.opts}
-    given = Counter(names.get(arg.partition("=")[0]) for arg in args[: args.index("--") if "--" in args else None])
-    if repeated := next((option for option, name in names.items() if given[name] > 1), None):
-        raise InputError(f"{repeated} is given more than once; give it once")
+    context = command.context_class(command, resilient_parsing=True)  # other errors are found when the command runs
+    *_, order = command.make_parser(context).parse_args(list(args))
+    given = Counter(each for each in order if not (each.multiple or getattr(each, "is_flag", True)))
+    if repeated := next((each for each in given if given[each] > 1), None):
+        raise InputError(f"{max(repeated.opts, key=len)} is given more than once; give it once")
 
 
 def command_of(verb: str) -> Any:
