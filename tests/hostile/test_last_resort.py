@@ -155,6 +155,15 @@ def test_closed_standard_streams_are_the_null_device(tiny_file: Path) -> None:
     assert subprocess.run(["sh", "-c", f'{sys.executable} -c "{child}" >&- 2>&- <&-'], check=False).returncode == 0
 
 
+def test_a_number_of_processes_that_is_none_is_one_line(tiny_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run")]
+    wrong = os.environ | {"RANK": "x", "WORLD_SIZE": "x"}
+    ended = subprocess.run(command, env=wrong, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "the environment variable WORLD_SIZE is 'x', not a number" in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_bug_is_one_line_that_names_a_file_to_report_it_with(broken: Verb, tmp_path: Path) -> None:
     code, out, err = broken("tune", "x.toml", "--study", f"postgresql://me:{PASSWORD}@host/db")
     (file,) = tmp_path.iterdir()

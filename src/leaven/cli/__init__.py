@@ -166,7 +166,8 @@ def main() -> None:
                 if hasattr(signal, name):
                     signal.signal(getattr(signal, name), signal.SIG_IGN)
         sys.exit(code)
-    console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
+    # Only the first process prints. If RANK is no number, this process prints that.
+    console.quiet = errors.quiet = os.environ["RANK"].isdigit() and os.environ["RANK"] != "0"
     code = _run()
     # Under torchrun, torch threads may still wait for other processes. They would abort a normal exit, and torchrun
     # would count that as a failure.

@@ -139,7 +139,7 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
         )
     timeout = timedelta(seconds=layout.timeout_seconds)
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(_of_torchrun("LOCAL_RANK"))
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     try:
         store = private_store(store, rank, size, timeout)
@@ -220,12 +220,22 @@ def _read(store: Any, key: str) -> Any:
 
 def world_size() -> int:
     """Return the number of processes that torchrun started, or 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _of_torchrun("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
 
 
 def rank() -> int:
     """Return the rank of this process among all processes that torchrun started, or 0 without torchrun."""
-    return int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0
+    return _of_torchrun("RANK") if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 0
+
+
+def _of_torchrun(variable: str) -> int:
+    try:
+        return int(os.environ[variable])
+    except ValueError:
+        raise InputError(
+            f"the environment variable {variable} is {os.environ[variable]!r}, not a number; unset it, or start "
+            "leaven with torchrun, which sets it"
+        ) from None
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
