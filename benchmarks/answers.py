@@ -20,9 +20,7 @@ from optuna.storages import InMemoryStorage
 
 from benchmarks import _landscapes
 from leaven.tuning import search
-from leaven.tuning.algorithm import answer as answers
-from leaven.tuning.algorithm.answer import answer, point_to_confirm
-from leaven.tuning.algorithm.noise import noise_between_seeds
+from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Proposal
@@ -139,46 +137,14 @@ def _ranked(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def found_in_nothing(seeds: Sequence[int]) -> None:
-    """Print how often a search of values without effect reports a gain, with and without confirmation runs.
-
-    Confirmation trials repeat the best point with fresh seeds; the other trials choose this point.
-    """
-    print("| trials | common to a seed | gain by the choosing runs | gain reported |\n|---|---|---|---|")
+    """Print how often the answer of a search of values without effect is not the start, and how often it has a gain
+    that is not in doubt."""
+    print("| trials | common to a seed | not the start | with a gain that is not in doubt |\n|---|---|---|---|")
     for trials, share in itertools.product((8, 16, 32, 60), (0.0, 0.5, 0.9)):
-        chosen, reported = 0, 0
-        for seed in seeds:
-            study, dimensions = searched(None, trials, seed, share)
-            paths = [dimension.path for dimension in dimensions]
-            before = [trial for trial in study if not trial.confirms]
-            chosen += point_to_confirm(before, paths, noise_between_seeds(before, paths)[0] or 0.0) is not None
-            reported += any(answer(study, dimensions, over=True).octaves.values())
-        print(f"| {trials} | {share:.0%} | {chosen / len(seeds):.0%} | {reported / len(seeds):.0%} |", flush=True)
-
-
-def with_few_runs(seeds: Sequence[int]) -> None:
-    """Print what ``LIKELY`` of the answer changes: how often a gain is reported where there is none, and the mean
-    regret where there is one. Both columns are of the same trials. The noise is a fifth of what can be gained.
-    """
-    _landscapes.NOISE, likely = EXCESS / 5, (math.inf, answers.LIKELY)
-    print("| values | trials | common to a seed | false gains, without, with | regret, without, with | diverged |")
-    print("|---|---|---|---|---|---|")
-    for d, trials, share in itertools.product((4, 8, 16), (16, 24, 40), (0.0, 0.5)):
-        false: dict[float, list[bool]] = {factor: [] for factor in likely}
-        regret: dict[float, list[float]] = {factor: [] for factor in likely}
-        for seed, truth in itertools.product(seeds, (None, landscape)):
-            at = truth(d, seed) if truth else None
-            study, dimensions = searched(at, trials, seed, share, d)
-            for factor in likely:
-                answers.LIKELY = factor
-                best = np.array(list(answer(study, dimensions, over=True).octaves.values()))
-                if at:
-                    regret[factor].append((at.loss(best) - FLOOR) / EXCESS)
-                else:
-                    false[factor].append(bool(best.any()))
-        ended = [(old, new) for old, new in zip(*regret.values(), strict=True) if math.isfinite(old + new)]
-        shares = ", ".join(f"{np.mean(each):.0%}" for each in false.values())
-        regrets = ", ".join(f"{mean:.0%}" for mean in np.mean(ended, axis=0))
-        print(f"| {d} | {trials} | {share:.0%} | {shares} | {regrets} | {len(seeds) - len(ended)} |", flush=True)
+        answers = [answer(*searched(None, trials, seed, share), over=True) for seed in seeds]
+        moved = [any(found.octaves.values()) for found in answers]
+        claimed = [away and not found.in_doubt for away, found in zip(moved, answers, strict=True)]
+        print(f"| {trials} | {share:.0%} | {np.mean(moved):.0%} | {np.mean(claimed):.0%} |", flush=True)
 
 
 def main() -> None:
@@ -192,14 +158,10 @@ def main() -> None:
     parser.add_argument(
         "--nothing", action="store_true", help="count the gains that are reported for values without effect"
     )
-    parser.add_argument("--few", action="store_true", help="compare results with and without LIKELY")
     parser.add_argument("--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds")
     options = parser.parse_args()
     if options.nothing:
         found_in_nothing(range(options.first, options.first + options.seeds))
-        return
-    if options.few:
-        with_few_runs(range(options.first, options.first + options.seeds))
         return
     cells, seeds = (["6x24"], 3) if options.quick else (options.cells, options.seeds)
     columns = []

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -364,6 +365,25 @@ def test_damaged_index_files_are_rebuilt(
         (folder / "index.json").unlink()
     assert same(prepare(data, 300, tmp_path), prepared)
     assert (folder / name).exists()
+
+
+@pytest.mark.parametrize("left", ["tokens", "shards.jsonl", "tokenizers"])
+def test_a_copy_under_another_name_is_not_believed(data: Data, tmp_path: Path, left: str) -> None:
+    """Two caches of one text with tokenizers of two sizes; a part of one takes the place of that of the other."""
+    expected = prepare(data, 300, tmp_path / "one")
+    prepare(data, 280, tmp_path / "other")
+    if left == "tokenizers":
+        (mine,), (theirs,) = ((tmp_path / name / left).glob("bpe-*") for name in ("one", "other"))
+        shutil.copytree(tmp_path / "other" / left / theirs.read_text().split()[-1], mine.parent / "x")
+        (mine.parent / "x").rename(mine.parent / theirs.read_text().split()[-1])
+        shutil.copy(theirs, mine)
+    else:
+        mine, theirs = folder_in(tmp_path / "one"), folder_in(tmp_path / "other")
+        shutil.rmtree(mine)
+        shutil.copytree(theirs, mine)
+        if left == "shards.jsonl":
+            (mine / "index.json").unlink()
+    assert same(prepare(data, 300, tmp_path / "one"), expected)
 
 
 def test_a_cache_of_an_earlier_version_is_used(data: Data, prepared: TokenSet, tmp_path: Path) -> None:

@@ -282,6 +282,20 @@ def test_settings_of_torch_in_the_calling_program_change_nothing(
     assert not (tmp_path / "other").exists()
 
 
+def test_a_run_has_exact_matmuls_whatever_the_calling_program_has_set(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    matmul, seen = torch.backends.mkldnn.matmul, set[str]()
+    short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 256})
+    torch.set_float32_matmul_precision("medium")
+    try:
+        train(short, tokens, tmp_path / "run", on_step=lambda _: seen.add(matmul.fp32_precision))
+        assert (seen, matmul.fp32_precision) == ({"ieee"}, "bf16")
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_tokens_of_another_recipe_are_refused(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     """A run on them would say in recipe.toml that it was trained on other text."""
     for change, said in (

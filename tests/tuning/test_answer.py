@@ -138,8 +138,10 @@ def test_the_best_is_chosen_and_measured_by_fresh_seeds() -> None:
     # The gain is over the start's runs with the same seeds.
     at_start = [trial(80 + k, [0, 0, 0, 0], 3.5 + k / 100, purpose="rerun", confirms=True, seed=k) for k in (3, 4)]
     assert answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02).gain == pytest.approx(0.535 - 0.01)
-    # If the gain is not confirmed, the start is the answer.
+    # A small gain is in doubt, and if the start is better, it is the answer.
     at_start = [dataclasses.replace(run, loss=3.02) for run in at_start]
+    assert answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02).in_doubt
+    at_start = [dataclasses.replace(run, loss=3.0) for run in at_start]
     refuted = answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02)
     assert set(refuted.octaves.values()) == {0.0}
     assert (refuted.gain, refuted.idle) == (0.0, ())
@@ -197,37 +199,41 @@ LUCKY, BETTER, START = (1.0, 0.0, 0.0, 0.0), (2.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.
 def test_a_refuted_point_makes_room_for_the_next() -> None:
     known = {LUCKY: {1: 2.8, 2: 2.8, 3: 3.1, 4: 3.1}, START: {3: 3.0, 4: 3.0}}
     trials, found = confirmed_with(known)
-    assert (found.point, point_to_confirm(trials, PATHS, 0.02)) == (START, None)
+    assert (found.point, point_to_confirm(trials, PATHS)) == (START, None)
     # With a larger budget another finalist has runs; it is the answer once it is confirmed.
     trials, found = confirmed_with({**known, BETTER: {1: 2.9, 2: 2.9}})
-    assert (found.point, point_to_confirm(trials, PATHS, 0.02)) == (START, BETTER)
+    assert (found.point, point_to_confirm(trials, PATHS)) == (START, BETTER)
     _, found = confirmed_with({**known, BETTER: {1: 2.9, 2: 2.9, 3: 2.91, 4: 2.91}})
     assert (found.point, found.loss, found.fresh, found.gain) == (BETTER, 2.91, 2, pytest.approx(0.09))
 
 
-def test_a_point_without_confirmation_must_gain_two_and_a_half_times_the_noise() -> None:
-    for gained, point in ((0.045, START), (0.055, LUCKY)):
-        assert confirmed_with({LUCKY: {1: 3 - gained, 2: 3 - gained}})[1].point == point
-    # A second finalist beside it does not make it surer.
-    trials, found = confirmed_with({LUCKY: {1: 2.97, 2: 2.97}, BETTER: {1: 3.0, 2: 3.0}})
-    assert (found.point, point_to_confirm(trials, PATHS, 0.02)) == (START, LUCKY)
+@pytest.mark.parametrize(("loss", "in_doubt"), [(2.97, False), (2.99, True)])
+def test_a_confirmed_gain_is_in_doubt_up_to_the_noise(loss: float, *, in_doubt: bool) -> None:
+    beside = {BETTER: {1: 3.0, 2: 3.0}, START: {3: 3.0, 4: 3.0}}
+    _, found = confirmed_with({LUCKY: {1: 2.8, 2: 2.8, 3: loss, 4: loss}, **beside})
+    assert (found.point, found.gain, found.in_doubt) == (LUCKY, pytest.approx(3.0 - loss), in_doubt)
 
 
-@pytest.mark.parametrize(
-    ("fresh", "predicted", "answer"),
-    [
-        ({1: 2.96, 2: 2.98}, 0.035, LUCKY),
-        ({1: 2.96, 2: 2.98}, 0.025, START),  # the surrogate expects less than 1.5 times the noise
-        ({1: 2.97, 2: 2.99}, 0.1, START),  # the fresh runs gain no more than the noise
-        ({1: 2.96}, 0.035, START),  # one fresh run
-    ],
-)
-def test_a_likely_gain_needs_to_be_above_the_noise_in_two_fresh_runs(
-    fresh: dict[int, float], predicted: float, answer: tuple[float, ...]
+@pytest.mark.parametrize(("gained", "in_doubt"), [(0.055, False), (0.045, True)])
+def test_a_gain_without_confirmation_is_in_doubt_up_to_two_and_a_half_times_the_noise(
+    gained: float, *, in_doubt: bool
 ) -> None:
-    trials, _ = confirmed_with({LUCKY: fresh})
-    found = choose(trials, PATHS, 0.02, {START: 0.0, LUCKY: -predicted})
-    assert found.point == answer
+    trials, found = confirmed_with({LUCKY: {1: 3 - gained, 2: 3 - gained}})
+    assert (found.point, found.fresh, found.in_doubt) == (LUCKY, 2, in_doubt)
+    assert point_to_confirm(trials, PATHS) is None  # a single finalist was not chosen by its trials
+    # A second finalist beside it: its trials have chosen it.
+    trials, found = confirmed_with({LUCKY: {1: 3 - gained, 2: 3 - gained}, BETTER: {1: 3.0, 2: 3.0}})
+    assert (found.point, found.fresh, found.gain, found.in_doubt) == (LUCKY, 0, None, in_doubt)
+    assert point_to_confirm(trials, PATHS) == LUCKY
+    unknown, exact = choose(trials, PATHS, None), choose(trials, PATHS, 0.0)
+    assert unknown is not None
+    assert exact is not None
+    assert (unknown.in_doubt, exact.in_doubt) == (True, False)
+
+
+def test_the_start_is_the_answer_if_its_loss_is_lower() -> None:
+    _, found = confirmed_with({LUCKY: {1: 3.001, 2: 3.001}})
+    assert (found.point, found.gain, found.in_doubt) == (START, 0.0, False)
 
 
 def test_if_the_only_finalist_diverges_the_next_best_point_is_the_answer() -> None:

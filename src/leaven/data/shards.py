@@ -35,6 +35,7 @@ SHARD_BATCHES = 32
 BLOCKS = "blocks"  # key of the checksums of blocks
 COUNTS = ("tokens", "documents", "bytes")  # keys of the counts of a file
 DIGEST = "digest"  # key of the hash of all other keys of an index
+KEY = "key"  # key of the name of the folder, a hash of text and tokenizer
 TEXT = "text"  # key of the hash of a shard's text in shards.jsonl
 ADVICE = "remove it and run the same command again, which writes it again from the text"
 
@@ -134,10 +135,11 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
         index: dict[str, Any] = storage.json_object(storage.read(path)) or {}
         digest = index.pop(DIGEST)
         records = [_record(entry, dtype) for entry in index["shards"]]
-        fingerprint = index["fingerprint"]
+        fingerprint, key = index["fingerprint"], index.get(KEY, folder.name)  # an earlier version wrote none
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if digest != digest_of(index) or not _has_all(records, corpus):
+    # The folder may be a renamed copy of the tokens of another text or tokenizer.
+    if digest != digest_of(index) or key != folder.name or not _has_all(records, corpus):
         return None
     if any(_damage(folder, shard, record, dtype) for shard, record in enumerate(records)):
         return None
@@ -165,6 +167,8 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     for entry in storage.read_json_lines(log).documents:
         with suppress(KeyError, TypeError, ValueError):
             shard = operator.index(entry["shard"])
+            if entry.get(KEY, folder.name) != folder.name:
+                continue
             known[shard], records[shard] = entry[TEXT], _record(entry, encoder.dtype)
     damage: dict[Path, str] = {}
     for shard, record in list(records.items()):
@@ -207,7 +211,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
             known[shard] = texts[shard].hexdigest()
-            storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]))
+            storage.append_json(log, {KEY: folder.name, "shard": shard, TEXT: known[shard]} | _entry(records[shard]))
     ordered = [records[shard] for shard in sorted(records)]
     # Shards of an earlier build that was stopped have another text if a source file changed meanwhile.
     other = any(known[shard] != text.hexdigest() for shard, text in texts.items())
@@ -215,6 +219,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         log.unlink()
         return damage | {log: "did not fit the text"} | _build(folder, corpus, encoder, meter, processes)
     index = {
+        KEY: folder.name,
         "source": corpus.source,
         "vocab_size": encoder.vocab_size,
         "end_of_text": encoder.end_of_text,

@@ -282,7 +282,7 @@ def _tokenizer(
         found = _kept(folder, name)
         if found is None:
             found = _keep(folder, train_tokenizer(corpora, vocab_size, progress))
-            storage.write(name, found[0].parent.name.encode())
+            storage.write(name, f"{name.name} {found[0].parent.name}".encode())
     return found
 
 
@@ -297,14 +297,16 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Read a tokenizer's hash from the file ``name``. Return the tokenizer's file and encoder; None if damaged."""
+    """Read a tokenizer's hash from the file ``name``. Return the tokenizer's file and encoder; None if one of the two
+    files is damaged, or a copy under another name."""
     from tokenizers import Tokenizer
 
     try:
-        path = folder / storage.read(name).decode("ascii") / "tokenizer.json"
+        *names, content = storage.read(name).decode("ascii").split()  # an earlier version wrote no name
+        path = folder / content / "tokenizer.json"
         raw = storage.read(path)
     except (OSError, ValueError):
         return None
-    if storage.digest(raw, 16) != path.parent.name:
+    if names not in ([], [name.name]) or storage.digest(raw, 16) != content:
         return None
     return path, Encoder(Tokenizer.from_str(raw.decode()))

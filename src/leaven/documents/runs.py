@@ -87,6 +87,7 @@ class BestTrial(Entry):
     loss: float  # nats per token
     interval: list[float]  # 95% interval of the loss
     recipe: str  # path of the recipe file
+    in_doubt: bool = False  # whether the gain over the start may be luck
 
 
 class Outlook(Entry):

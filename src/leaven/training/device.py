@@ -177,8 +177,8 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Run the block with torch's defaults, which the calling program may have changed: fp32 tensors, gradients, and
-    no autocast. Raise InputError if torch's default device is not the CPU."""
+    """Run the block with torch's defaults, which the calling program may have changed: fp32 tensors, exact fp32
+    matmuls, gradients, and no autocast. Raise InputError if torch's default device is not the CPU."""
     if (device := torch.get_default_device()).type != "cpu":
         raise InputError(
             f"torch's default device is {device}; call torch.set_default_device('cpu') first, because leaven chooses "
@@ -186,6 +186,10 @@ def plain_torch() -> Iterator[None]:
         )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
+    matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    precisions = [each.fp32_precision for each in matmuls]
+    for each in matmuls:
+        each.fp32_precision = "ieee"
     try:
         with (
             torch.inference_mode(mode=False),
@@ -195,6 +199,8 @@ def plain_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+        for each, precision in zip(matmuls, precisions, strict=True):
+            each.fp32_precision = precision
 
 
 def time_fixed_work(device: torch.device) -> float:

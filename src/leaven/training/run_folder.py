@@ -219,7 +219,7 @@ class RunFolder:
     def owner(self) -> str | None:
         """Return the path of the run or study that uses the checkpoints, "" if none does, None if this is unknown."""
         with suppress(OSError):
-            return os.fsdecode(storage.read(self.checkpoints / OWNER).partition(b"\n")[0])
+            return os.fsdecode(storage.read(self.checkpoints / OWNER).removesuffix(b"\n"))
         return None
 
     def require_claimed(self) -> None:

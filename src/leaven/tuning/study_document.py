@@ -202,6 +202,7 @@ class Answer(BaseModel):
     idle: tuple[str, ...] = ()
     # Loss of the start minus that of the best point, nats, from trials that were not used to choose the best point.
     gain: float | None = None
+    in_doubt: bool = False  # whether the gain over the start may be luck
     outlook: Outlook | None = None  # only after the end of a search with the method trust-region
     # Whether the search uses prior knowledge; False if the trials contradict the knowledge, None if there is none.
     informed: bool | None = None
@@ -265,7 +266,8 @@ class StudyDocument(Sealed, Answer):
         """Return the document that ``leaven tune --json`` prints. ``recipe`` is the file of the best recipe."""
         best = self.best
         return TuneDocument(
-            best=best and BestTrial(loss=best.loss, interval=list(best.interval), recipe=str(recipe)),
+            best=best
+            and BestTrial(loss=best.loss, interval=list(best.interval), recipe=str(recipe), in_doubt=self.in_doubt),
             outlook=self.outlook,
             trials=self.ended,
             failed=self.count("diverged") + self.count("failed"),

@@ -93,7 +93,10 @@ def result(state: StudyDocument) -> list[str]:
     if gain is not None and noise:
         few = f" (estimated from only {repeats(state)})" if state.noise_runs < SURE else ""
         above = f"{gain / noise:.1f} times the noise" if gain > noise else "not above the noise"
-        lines.append(f"the gain is {above} between seeds{few}")
+        doubt = "; it may be luck" if state.in_doubt else ""
+        lines.append(f"the gain is {above} between seeds{few}{doubt}")
+    elif state.moved and state.in_doubt:
+        lines.append("the gain over the start may be luck: no trial with a fresh seed has measured it")
     return lines
 
 

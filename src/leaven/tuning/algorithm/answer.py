@@ -8,14 +8,15 @@ of the loss between seeds.
    any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and other
    searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. If
-   the gain is at most the noise, the answer is the start.
+   the start has the lower loss, the answer is the start.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen finalist and the start
-   run again with new seeds: the confirmation trials. The gain in these trials must be above the noise, and their
-   losses are reported.
-4. Without confirmation trials, the gain must be above 2.5 times the noise, because smaller gains are often luck. A
-   single finalist needs no confirmation trials, because it is not chosen from several means. For it, a gain above the
-   noise is enough if it has two trials and its predicted gain is above 1.5 times the noise.
+   run again with new seeds: the confirmation trials. Their losses are reported. A single finalist needs none, because
+   it is not chosen from several means.
+4. The answer is the point with the lowest expected loss, however small the gain: in searches of 6 to 32 trials, an
+   answer that is the start unless a gain is proven leaves up to 1.7 times the excess (docs/concepts/search.md). But a
+   gain that may be luck is marked as in doubt: one at most the noise in the confirmation trials, and without them one
+   at most 2.5 times the noise.
 """
 
 import math
@@ -51,8 +52,7 @@ Array = NDArray[np.float64]
 
 RERUNS = 2  # trials with fresh seeds of each of the best few points
 CONFIRMATIONS = 2  # confirmation trials of the chosen point, and of the start
-ALONE = 2.5  # times the noise: the gain that a point without confirmation trials must exceed
-LIKELY = 1.5  # times the noise: if its predicted gain is above this, a single finalist may gain less than ``ALONE``
+ALONE = 2.5  # times the noise: a gain without confirmation trials that is at most this is in doubt
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
 Point = tuple[float, ...]  # octaves from the start point
@@ -113,6 +113,7 @@ def answer(
         fewest_cost=cost_of(seen.region, near, point)[0],
         idle=tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
         gain=chosen.gain if chosen is not None else None,
+        in_doubt=chosen is not None and chosen.in_doubt,
         informed=seen.region.surrogate.informed if axes.expected or axes.earlier else None,
         outlook=outlook,
         dimensions=tuple(dimensions),
@@ -224,7 +225,7 @@ class FittedTrials:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the predicted gain over the start is too small to be accepted without a final trial."""
+        """Whether the predicted gain over the start may be luck."""
         start = self.predicted.get((0.0,) * len(self.paths), math.inf)
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
@@ -257,6 +258,7 @@ class ChosenPoint:
     fresh: int  # number of these losses that were not used to choose the point: all or 0
     # Loss of the start minus that of the point, nats, in trials not used to choose the point; None without them.
     gain: float | None
+    in_doubt: bool = False  # whether the gain may be luck
 
     @property
     def loss(self) -> float:
@@ -272,39 +274,37 @@ def choose(
     """Return the point that a search chooses from its ``trials``, or None if no trial finished.
 
     Args:
-        noise: standard deviation of the loss between seeds. If None (unknown), every gain above 0 counts. If 0,
-            one trial gives the exact loss of a point.
+        noise: standard deviation of the loss between seeds. If None, it is unknown, and a gain that is not confirmed
+            is in doubt. If 0, one trial gives the exact loss of a point.
         predicted: predicted losses by point, which rank the points of the search. They are ignored once there are
             trials with fresh seeds to compare.
     """
-    exact, noise = noise == 0, noise or 0.0
     found = _LossesByPurpose.of(trials, paths, predicted)
-    chosen = found.best(noise)
+    chosen = found.best()
     if chosen is None:
         return None
     if confirmed := found.confirming.get(chosen):
         better = gain(found.start_again, confirmed) if found.start_again else None
-        if better is None or better > noise:
-            return ChosenPoint(chosen, tuple(confirmed.values()), len(confirmed), better)
+        if better is None or better > 0:
+            in_doubt = better is not None and better <= (noise or 0.0)
+            return ChosenPoint(chosen, tuple(confirmed.values()), len(confirmed), better, in_doubt)
         chosen = found.start
-    elif found.refuted(noise) or not (
-        found.ahead(chosen, ALONE * noise) or found.likely(chosen, predicted, LIKELY * noise)
-    ):
-        chosen = found.start  # without confirmation trials, the point is not far enough ahead
+    elif found.refuted:
+        chosen = found.start  # the next best point has no confirmation trials
     if chosen == found.start:
         losses = found.start_again
         return ChosenPoint(chosen, tuple(losses.values()), len(losses), 0.0)
-    losses = found.candidates[chosen]
-    if not (exact or found.is_only_finalist(chosen)):
-        return ChosenPoint(chosen, tuple(losses.values()), 0, None)
+    losses, in_doubt = found.candidates[chosen], noise is None or not found.ahead(chosen, ALONE * noise)
+    if not (noise == 0 or found.is_only_finalist(chosen)):
+        return ChosenPoint(chosen, tuple(losses.values()), 0, None, in_doubt)
     better = gain(found.at_start, losses) if found.at_start else None
-    return ChosenPoint(chosen, tuple(losses.values()), len(losses), better)
+    return ChosenPoint(chosen, tuple(losses.values()), len(losses), better, in_doubt)
 
 
-def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
+def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str]) -> Point | None:
     """Return the best point, if it needs confirmation trials: not the start, and not the only finalist."""
     found = _LossesByPurpose.of(trials, paths)
-    best = found.best(noise or 0.0)
+    best = found.best()
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
 
 
@@ -358,34 +358,29 @@ class _LossesByPurpose:
     def is_only_finalist(self, point: Point) -> bool:
         return point in self.choosing and len(self.choosing) == 1
 
-    def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether the only finalist ``point`` is predicted to gain more than ``least`` nats over the start."""
-        repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
-        return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
-
-    def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose complete confirmation trials gain at most ``noise`` nats over the start."""
+    @cached_property
+    def refuted(self) -> set[Point]:
+        """The points whose complete confirmation trials gain nothing over the start."""
         beside = [
             point
             for point, losses in self.confirming.items()
             if len(losses) >= CONFIRMATIONS and losses.keys() <= self.start_again.keys()
         ]
-        return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
+        return {point for point in beside if not gain(self.start_again, self.confirming[point]) > 0}
 
-    def best(self, noise: float) -> Point | None:
-        """Return the best candidate if it gains over ``noise`` nats, else the start; None if neither has a loss."""
-        refuted = self.refuted(noise)
+    def best(self) -> Point | None:
+        """Return the candidate with the lowest loss, or the start if it has a lower one; None if none has a loss."""
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
             for x, losses in self.candidates.items()
-            if x not in refuted
+            if x not in self.refuted
         }
         if not means:
             return self.start if self.at_start else None
         lowest = min(means, key=lambda point: (means[point], changes(point)))
-        return lowest if self.ahead(lowest, noise) else self.start
+        return lowest if self.ahead(lowest) else self.start
 
-    def ahead(self, point: Point, least: float) -> bool:
+    def ahead(self, point: Point, least: float = 0.0) -> bool:
         """Return whether the loss of ``point`` is more than ``least`` nats below the loss of the start: predicted
         losses if both have one, otherwise measured losses. If the start has no loss, every other point is ahead."""
         if point == self.start or not self.at_start:

@@ -54,6 +54,7 @@ class SearchResult:
     loss: float  # mean loss of the fresh trials at the best point, or of all trials there if ``fresh`` is 0
     interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0 or the noise is unknown
     fresh: int  # number of trials at the best point that were not used to choose it
+    in_doubt: bool  # whether its gain over the start may be luck
     noise: float | None  # standard deviation of the loss between trials of one point; None if it was not measured
     stalled: bool  # whether the search stopped early because several rounds gained less than the noise
     trials: tuple[SearchTrial, ...]  # the trials with a result, in the order in which they ended
@@ -202,6 +203,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         loss=chosen.loss,
         interval=interval_of_mean(chosen.losses if chosen.fresh else (), noise, degrees),
         fresh=chosen.fresh,
+        in_doubt=chosen.in_doubt,
         noise=noise,
         stalled=not stop() and plan.ended_early(ran, stored.now()),
         trials=tuple(found),

@@ -340,7 +340,7 @@ class SearchPlan:
 
     def _confirmation_trials(self, trials: Sequence[StoredTrial], now: float) -> Iterator[TrialRequest]:
         """Yield the trials that compare the best finalist with the start of the search, on the same seeds."""
-        point = point_to_confirm(trials, list(self.axes.start), self.noise_of(trials)[0])
+        point = point_to_confirm(trials, list(self.axes.start))
         if point is None or self.budget.left(trials, now) < 1:
             return
         attributes = {FINALIST: [self.budget.label, None], CONFIRMS: True}
