@@ -1,8 +1,9 @@
 """Measure whether cheap runs inform expensive ones: `python -m benchmarks.fidelity FOLDER [--cases 6] [--trials 24]`.
 
-On real training, three ways to spend the FLOPs of so many full trials on the global values:
+On real training, four ways to spend the FLOPs of so many full trials on the global values:
 
 - `none`: all of them at full size;
+- `unpruned`: likewise, and every trial is trained to its end, also one that can hardly win;
 - `shorter`: half of them on runs with a quarter of the tokens, then, from their answer and knowing their trials
   (`leaven transfer`, `leaven tune --from-study`), the other half at full size;
 - `narrower`: likewise, with runs of half the width and a quarter of the tokens.
@@ -19,7 +20,9 @@ import random
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import as_completed
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 from benchmarks.tuning.proof import average as mean
 
@@ -32,6 +35,7 @@ from leaven.storage import write_text
 from leaven.training.trial import WorkerPool, train_trial
 from leaven.tuning.point import BATCH
 from leaven.tuning.service.recipe_study import Study
+from leaven.tuning.service.search_plan import SearchPlan
 from leaven.tuning.space import space
 
 PROXY = Path(__file__).with_name("tuning") / "proxy.toml"
@@ -47,16 +51,18 @@ SIZE = {
     "schedule.warmup_tokens": 114_688,
     "precision.compute": "fp32",
 }
-CHEAP = {"none": None, "shorter": (1, 4), "narrower": (2, 4)}  # divisors of width and tokens
+CHEAP = {"none": None, "unpruned": None, "shorter": (1, 4), "narrower": (2, 4)}  # divisors of width and tokens
 SHARE = 0.5  # of the FLOPs, for the cheap runs
 MOVED = ("hyperparameters.lr", "hyperparameters.init_std", "hyperparameters.weight_decay")
 OCTAVES = 2.0
 FRESH = range(1001, 1006)
 
 
-def start_of(case: int) -> Recipe:
-    """The start of a case, which is its own base."""
-    recipe = read_recipe(PROXY).replace(SIZE | {"data.seed": case})
+def start_of(case: int, share: float) -> Recipe:
+    """The start of a case, which is its own base. ``share`` of the tokens are trained."""
+    counts = ("data.tokens", "schedule.warmup_tokens")
+    less = {key: round(share * int(SIZE[key]) / 1024) * 1024 for key in counts}
+    recipe = read_recipe(PROXY).replace(SIZE | less | {"data.seed": case})
     draw = random.Random(case)
     octaves = {path: draw.uniform(-OCTAVES, OCTAVES) for path in MOVED}
     values = {path: getattr(recipe.hyperparameters, path.split(".")[1]) * 2**by for path, by in octaves.items()}
@@ -76,7 +82,8 @@ def study(folder: Path, recipe: Recipe, flops: float, workers: int, earlier: Pat
     with Study(folder, recipe, values, "trust-region", tokens, from_study=earlier) as searcher:
         state = searcher.run(None, workers, flops=flops, stop_at_noise=False)
     spent = sum(trial.flops for trial in state.trials) / flops
-    print(f"  {folder.name}: {len(state.trials)} trials, {spent:.2f} of the FLOPs, answer", end=" ")
+    pruned = sum(trial.state == "pruned" for trial in state.trials)
+    print(f"  {folder.name}: {len(state.trials)} trials, {pruned} pruned, {spent:.2f} of the FLOPs, answer", end=" ")
     if state.best is None:
         print("none: every trial diverged", flush=True)
         return recipe
@@ -89,7 +96,9 @@ def answer_of(folder: Path, way: str, start: Recipe, trials: int, workers: int) 
     flops = trials * start.data.tokens * flops_per_token(start.model)
     divisors = CHEAP[way]
     if divisors is None:
-        return study(folder / way, start, flops, workers)
+        unpruned = patch.object(SearchPlan, "baseline", lambda *_: None) if way == "unpruned" else nullcontext()
+        with unpruned:
+            return study(folder / way, start, flops, workers)
     width, model = start.model.d_model // divisors[0], start.model
     small = transfer(start, width=width, tokens=start.data.tokens // divisors[1])
     found = study(folder / f"{way}-cheap", small, SHARE * flops, workers)
@@ -118,7 +127,7 @@ def table(found: Sequence[dict[str, list[float]]]) -> list[str]:
     """The loss of every way in every case, with its difference to `none` and the standard error over fresh seeds."""
     cases = " | ".join(f"case {case}" for case in range(len(found)))
     lines = [f"| way | {cases} | mean | against none |", "|---" * (len(found) + 3) + "|"]
-    for way in ("start", *CHEAP):
+    for way in found[0]:
         cells, against = [], []
         for case in found:
             paired = [loss - other for loss, other in zip(case[way], case["none"], strict=True)]
@@ -138,14 +147,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--cases", type=int, default=6)
+    parser.add_argument("--ways", nargs="*", default=list(CHEAP), choices=list(CHEAP), help="`none` is needed")
+    parser.add_argument("--share", type=float, default=1.0, help="of the tokens of a trial")
     asked = parser.parse_args()
     found = []
     for case in range(asked.cases):
         folder = asked.folder / f"case-{case}"
         folder.mkdir(parents=True, exist_ok=True)
-        start = start_of(case)
+        start = start_of(case, asked.share)
         answers = {"start": start}
-        for way in CHEAP:
+        for way in asked.ways:
             answers[way] = answer_of(folder, way, start, asked.trials, asked.workers)
         found.append(train(folder, answers, asked.workers))
         assert all(math.isfinite(loss) for losses in found[-1].values() for loss in losses)

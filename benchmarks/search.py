@@ -5,6 +5,8 @@ Every method gets the same start, bounds and number of trials, including repetit
 points. Regret is the noise-free loss of the result above the optimum, divided by that of the start: 0 is the optimum,
 1 is no better than the start. Results that diverge rank last. Results are saved in a file, one line per search: run
 the command again to resume, or run parts separately (`--methods gp --seeds 3`); the table covers the whole file.
+
+`--spread` prints instead how much five trust-region searches of one landscape differ.
 """
 
 import argparse
@@ -35,9 +37,15 @@ METHODS = (
 FIRST = 100  # first seed; the constants of the trust region were chosen on smaller seeds
 
 
-def run(method: str, dimensions: int, trials: int, seed: int, *, offset: float, far: float) -> dict[str, Any]:
-    """Run one search and return the true quality of its result."""
-    truth, rng = landscape(dimensions, seed, offset, far), np.random.default_rng([seed, trials])
+def run(
+    method: str, dimensions: int, trials: int, seed: int, *, offset: float = 1.0, far: float = 0.0, again: int = 0
+) -> dict[str, Any]:
+    """Run one search and return the true quality of its result. ``again`` gives another search of the landscape."""
+    truth, rng = (
+        landscape(dimensions, seed, offset, far),
+        np.random.default_rng([seed, trials, again]),
+    )
+    seed += 1000 * again
     names = [f"m{i}" for i in range(dimensions)]
 
     def trial(multipliers: dict[str, float]) -> float:
@@ -113,6 +121,16 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def spread(dimensions: int, trials: int) -> str:
+    """Return the mean regret of trust-region searches, and the standard deviation between those of one landscape."""
+    regrets = [
+        [run("trust-region", dimensions, trials, seed, again=again)["regret"] for again in range(5)]
+        for seed in range(FIRST, FIRST + 6)
+    ]
+    between = math.sqrt(np.mean(np.var(regrets, axis=1, ddof=1)))
+    return f"| {dimensions} | {trials} | {np.mean(regrets):.3f} | {between:.3f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
@@ -129,7 +147,13 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds, without CMA-ES and GP"
     )
+    parser.add_argument("--spread", action="store_true", help="how much searches of one landscape differ")
     options = parser.parse_args()
+    if options.spread:
+        print("| multipliers | trials | mean regret | standard deviation between searches |\n|---|---|---|---|")
+        for cell in ((9, 48), (25, 48), (25, 96), (25, 200)):
+            print(spread(*cell), flush=True)
+        return
     if options.quick:
         options.methods = ("trust-region", "random", "random, narrow", "tpe", "tpe, narrow")
         options.dimensions, options.trials, options.seeds = "6", "24", 3

@@ -13,8 +13,8 @@ with "far" have a range of 8 octaves; start and optimum of a far bowl, cliff or 
 these, independently of each other. Of "far modules", whose optimum stays near the start, only the range is moved.
 
 ``--steplaw`` adds losses as functions of lr and batch, interpolated from a published sweep of 17 sizes (Li et al.
-2025, arXiv 2503.04715), with starts within 0.06 nats of the minimum. FILE is data/dense_lr_bs_loss.csv of
-github.com/step-law/steplaw, which is not part of this project.
+2025, arXiv 2503.04715), with starts within 0.06 nats of the minimum. FILE is the table of their runs, which is not
+part of this project; it is downloaded if it is missing.
 
 Constants were chosen on seeds below 100, the table uses seeds from 100 on. Results are saved in a file, one line per
 search: run the command again to resume.
@@ -22,6 +22,7 @@ search: run the command again to resume.
 
 import argparse
 import csv
+import hashlib
 import json
 import os
 import warnings
@@ -29,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -45,6 +47,10 @@ FIRST = 100  # first seed
 FAMILIES = {"bowl": (2, 4, 5), "cliff": (3,), "valley": (2,), "step law": (2,)}  # numbers of values by function
 MODULES = {"modules": (30,)}  # the landscapes of _landscapes.py
 FAR = {f"far {name}": sizes for name, sizes in (FAMILIES | MODULES).items() if name != "step law"}
+STEP_LAW = (  # at a commit of 2025, with its SHA-256
+    "https://raw.githubusercontent.com/step-law/steplaw/32a8f4cc50247695fb56cc6c9117abdf67c97763/data/dense_lr_bs_loss.csv",
+    "9e46181076c04d450294d75dfe6f72adc416e231e154a07b337e378f9410002c",
+)
 Array = np.ndarray
 Function = Callable[[Array], float]  # from octaves to a loss: 1 at the start, 0 at the minimum
 
@@ -107,6 +113,19 @@ def made_up(family: str, d: int, seed: int, optimum: Array | None = None) -> Fun
 
     at_start = loss(np.zeros(d))
     return lambda x: loss(np.array(x)) / at_start
+
+
+def fetched(file: Path) -> Path:
+    """Return the file with the runs of Step Law. Download it if it is missing, and check that it is the known one."""
+    url, digest = STEP_LAW
+    if not file.exists():
+        with urlopen(url, timeout=60) as page:
+            content = page.read()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+        raise SystemExit(f"{file} is not the table of {url}; remove it, and run the same command again")
+    return file
 
 
 def published(file: Path) -> list[Surface]:
@@ -315,7 +334,7 @@ def picture(runs: dict[str, float], methods: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steplaw", type=Path, help="dense_lr_bs_loss.csv of Step Law")
+    parser.add_argument("--steplaw", type=Path, help="FILE for the runs of Step Law")
     parser.add_argument("--methods", nargs="*", default=[GIVEN, *METHODS], choices=[GIVEN, *METHODS])
     parser.add_argument("--families", nargs="*", choices=[*FAMILIES, *MODULES, *FAR], help="default: the first four")
     parser.add_argument("--values", type=int, help="number of values, instead of those of each family")
@@ -329,7 +348,7 @@ def main() -> None:
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    surfaces = published(options.steplaw) if options.steplaw else []
+    surfaces = published(fetched(options.steplaw)) if options.steplaw else []
     families = {name: sizes for name, sizes in FAMILIES.items() if surfaces or name != "step law"}
     if options.families:
         families = {name: (FAMILIES | MODULES | FAR)[name] for name in options.families}
