@@ -132,6 +132,23 @@ def test_a_printed_command_names_its_folder_in_a_shell(name: str) -> None:
     assert words.stdout.decode().split("\0")[:-1] == ["leaven", "report", name]
 
 
+def test_a_printed_path_that_begins_with_a_hyphen_is_no_option(
+    leaven: Verb, tiny_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_file.parent)
+    short = ("--set", "data.tokens=512", "--set", "schedule.warmup_tokens=256")
+    code, out, err = leaven("train", "tiny.toml", "--run", "./-rf", *short)
+    assert code == 0, err
+    assert [shlex.split(command)[1:] for command in printed(out)] == [
+        ["report", "./-rf", "-o", "./-rf/report.html"],
+        ["sample", "./-rf", "The "],
+        ["export", "weights", "./-rf", "./-rf-huggingface", "--to", "huggingface"],
+    ]
+    for command in printed(out):
+        code, _, err = typed(leaven, command)
+        assert code == 0, err
+
+
 def test_a_plan_of_many_gpus_prints_a_torchrun_command(leaven: Verb, road: Path) -> None:
     recipe = road / "wheat.toml"
     sets = ("--set", "model.vocab_size=32768", "--set", "batch.tokens=4096")

@@ -101,6 +101,8 @@ REFUSED = {
     "check coordinates tiny.toml --widths 16,17": "error: width 17 does not give a whole number",
     "check coordinates tiny.toml --widths 32,x": "--widths: 'x' is not a quantity",
     "check gradients tiny.toml --alpha 0.5": "--alpha",
+    "check coordinates tiny.toml --seeds 1000000000": "--seeds: input should be less than or equal to 1000",
+    "check init tiny.toml --run OUT --scales 16x2,32x2 --seeds 1001": "--seeds: input should be less",
     "check equivalence theirs:model --run OUT --scale 16": "--scale: 16 is not a size",
     "check transfer theirs:model --run OUT --scales 16x1,32x1 --set data.seed=1": "--set",
     "check transfer tiny.toml --run OUT --scales 16x2,32x2 --source made-up": "--source",

@@ -135,11 +135,24 @@ def test_data_files_that_are_left_out_because_of_their_names_are_named(tmp_path:
     for names, says in (
         (["train.jsonl", "extra.jsonl", "more.jsonl"], ": 2 data files or links to folders are not read, such as"),
         (["train.jsonl", "notes.md", "extra.csv"], "extra.csv; the package datasets chooses files by name and"),
-        (["train.txt", "poems.txt"], "poems.txt; the"),
         (["train.jsonl", "train.link"], "train.link; the"),
     ):
         (note,) = notes(*names)
         assert says in note
+    assert "poems.txt; the" in notes("train.txt", "poems.txt")[0]
+
+
+def test_a_note_says_that_each_line_of_a_text_file_is_a_document(tmp_path: Path) -> None:
+    (folder := tmp_path / "set").mkdir()
+    (folder / "train.txt").write_text("def f():\n    return 1\n" * 200)
+    source = f"hf://{folder}"
+    tokens = prepare(Data(source=source, tokens=1), 300, tmp_path / "cache")
+    (note,) = [note for note in tokens.notes if "each line of a text file a document, without its line end" in note]
+    assert note.endswith("to keep files whole, give the path of the folder without hf://")
+    for kept in ("keep_linebreaks: true", "sample_by: document"):
+        chosen = f"configs:\n- config_name: default\n  data_files: train.txt\n  {kept}\n"
+        (folder / "README.md").write_text(f"---\n{chosen}---\n")
+        assert source_parts(DataSource(source=source)).notes == ()
 
 
 def test_files_of_the_split_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path) -> None:

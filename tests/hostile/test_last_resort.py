@@ -155,12 +155,26 @@ def test_closed_standard_streams_are_the_null_device(tiny_file: Path) -> None:
     assert subprocess.run(["sh", "-c", f'{sys.executable} -c "{child}" >&- 2>&- <&-'], check=False).returncode == 0
 
 
-def test_a_number_of_processes_that_is_none_is_one_line(tiny_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"WORLD_SIZE": "x", "RANK": "x"}, "the environment variable WORLD_SIZE is 'x', not a number above 0"),
+        ({"WORLD_SIZE": "-1"}, "the environment variable WORLD_SIZE is '-1', not a number above 0"),
+        ({"WORLD_SIZE": "0"}, "the environment variable WORLD_SIZE is '0', not a number above 0"),
+        ({"WORLD_SIZE": "2"}, "environment variable RANK expected, but not set; start the run with torchrun --nproc"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"}, "'abc'; start the run"),
+    ],
+)
+def test_wrong_variables_of_torchrun_are_one_line(
+    wrong: dict[str, str], message: str, tiny_file: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run")]
-    wrong = os.environ | {"RANK": "x", "WORLD_SIZE": "x"}
-    ended = subprocess.run(command, env=wrong, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "the environment variable WORLD_SIZE is 'x', not a number" in ended.stderr
+    ended = subprocess.run(
+        [*command, "--set", "layout.dp=2"], env=os.environ | wrong, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert message in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -3,8 +3,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +32,7 @@ from leaven.training.device import (
     known_peak,
     mfu_convention,
     peak_memory,
+    plain_torch,
     require_device,
     reset_peak_memory,
 )
@@ -264,3 +267,28 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
     output = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
     default, kept = map(int, output.split())
     assert kept < 100 < default
+
+
+def test_torch_stays_plain_until_the_last_of_the_runs_in_two_threads_has_ended() -> None:
+    matmul, began, end = torch.backends.mkldnn.matmul, Event(), Event()
+
+    def run() -> None:
+        with plain_torch():
+            began.set()
+            end.wait(60)
+
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            first = threads.submit(run)
+            assert began.wait(60)
+            with plain_torch():
+                end.set()
+                first.result(60)
+                assert (torch.get_default_dtype(), matmul.fp32_precision) == (torch.float32, "ieee")
+            assert (torch.get_default_dtype(), matmul.fp32_precision) == (torch.float64, "bf16")
+    finally:
+        end.set()
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")

@@ -29,7 +29,7 @@ from leaven.tuning.algorithm.trust_region import Axes, region, results
 from leaven.tuning.service import search_plan, stored_study
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy, most_at_once
+from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy, grid, most_at_once
 from leaven.tuning.service.stored_study import TrialRequest, trials_of
 from leaven.tuning.service.stores import open_store
 from leaven.tuning.service.study_settings import join_study
@@ -387,6 +387,7 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"space": {"a": (1, -1)}}, "space.a = (1, -1): give the lowest and the highest log2 multiplier, between"),
         ({"space": {"a": range(1)}}, "space.a = range(0, 1): give range(n) with at least 2 levels"),
         ({"space": {str(i): (-1, 1) for i in range(9)}, "method": "grid"}, "a grid over 9 hyperparameters has"),
+        ({"method": "grid", "trials": 10**12}, "the grid has more than 100,000 points; give at most 100_000 trials"),
         ({"start": {"a": 4}}, "start.a = 4.0: give a number from -3 to 3"),
         ({"start": {"c": 0}}, "start.c: not a name in space, which has a, b"),
         ({"space": {"a": (1, 2)}}, "start.a = 0.0: give a number from 1 to 2"),
@@ -439,6 +440,11 @@ def test_a_grid_runs_all_of_its_points() -> None:
     points = {tuple(trial.params.values()) for trial in found.trials if trial.finalist is None}
     assert points >= {(a, b) for a in np.linspace(-3, 3, 5) for b in np.linspace(-2, 4, 5)}
     assert bowl(found.params) == min(bowl({"a": a, "b": b}) for a, b in points)
+
+
+@pytest.mark.parametrize(("trials", "points"), [(12, 12), (26, 12), (27, 27), (99_999, 182**2 * 3)])
+def test_a_grid_is_as_fine_as_its_trials_allow(trials: int, points: int) -> None:
+    assert len(grid(Axes({**SPACE, "c": range(3)}), trials)) == points
 
 
 class Runs:

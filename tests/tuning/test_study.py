@@ -619,6 +619,7 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
         (["--flops", "1e3"], r"--flops 1000 is too small, because one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials decides how fine the grid is"),
         (["--method", "grid", "--space", "global", "--trials", "60"], "9 hyperparameters has at least 2\\^9"),
+        (["--method", "grid", "--trials", "1000000000000"], "the grid has more than 100,000 points"),
     ],
 )
 def test_bad_options_write_nothing(options: list[str], said: str, tiny_file: Path, tmp_path: Path) -> None:

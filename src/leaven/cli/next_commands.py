@@ -232,7 +232,12 @@ def again(*words: str) -> str:
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
     last = {change.partition("=")[0].strip(): change for change in sets}  # a suggested value replaces a typed one
     options = [word for change in last.values() for word in ("--set", change)]
-    return " ".join(_quoted(word) for word in [*start, *map(str, words), *options])
+    return " ".join(_quoted(word) for word in [*start, *map(_typed, words), *options])
+
+
+def _typed(word: object) -> str:
+    """Return a word as a user types it: a path that begins with a hyphen, which would be an option, after ``./``."""
+    return f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
 
 
 def _quoted(word: str) -> str:

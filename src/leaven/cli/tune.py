@@ -60,7 +60,9 @@ def tune(
         float | None,
         option("Time budget in hours. An hour in which several machines run trials counts as one hour.", "no limit"),
     ] = None,
-    method: Annotated[str, option("Search algorithm: trust-region, random, grid, tpe, cma or gp.")] = "trust-region",
+    method: Annotated[
+        str, option("Search algorithm: trust-region, random, grid (at most 100,000 points), tpe, cma or gp.")
+    ] = "trust-region",
     space: Annotated[
         str | None,
         option(

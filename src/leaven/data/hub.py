@@ -171,7 +171,7 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
     notes: tuple[str, ...] = ()
     if builder is not None and folder.is_dir():
         files = [Path(file) for file in _data_files(builder, name)]
-        notes = (*_left_out(source, folder, builder), *missing_shards(source, files))
+        notes = (*_left_out(source, folder, builder), *missing_shards(source, files), *_by_line(source, builder))
     if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
         text = INPUT_IDS
     if text == INPUT_IDS and (unread := [name for name in found.column_names if name in LABELS]):
@@ -229,6 +229,15 @@ def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
             f"data.source {source!r}: {len(left):,} data files or links to folders are not read, such as {min(left)};"
             " the package datasets chooses files by name and format, and does not follow links to folders; rename or"
             " convert the files, and replace the links by the folders"
+        )
+
+
+def _by_line(source: str, builder: Any) -> Iterator[str]:
+    """Yield a note if ``datasets`` makes each line of a text file a document, and drops the line ends."""
+    if getattr(builder.config, "sample_by", "") == "line" and not builder.config.keep_linebreaks:
+        yield (
+            f"data.source {source!r}: the package datasets makes each line of a text file a document, without its "
+            "line end; to keep files whole, give the path of the folder without hf://"
         )
 
 

@@ -140,7 +140,13 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
     timeout = timedelta(seconds=layout.timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(_of_torchrun("LOCAL_RANK"))
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+    except ValueError as error:  # an environment variable is missing, or no number
+        raise InputError(
+            f"the processes cannot connect: {str(error).rpartition('rendezvous: ')[2]}; start the run with torchrun "
+            f"--nproc-per-node {layout.ranks} -m leaven train ..., which sets RANK, MASTER_ADDR and MASTER_PORT"
+        ) from None
     try:
         store = private_store(store, rank, size, timeout)
     except TimeoutError as error:
@@ -220,7 +226,7 @@ def _read(store: Any, key: str) -> Any:
 
 def world_size() -> int:
     """Return the number of processes that torchrun started, or 1 without torchrun."""
-    return _of_torchrun("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+    return _of_torchrun("WORLD_SIZE", least=1) if "WORLD_SIZE" in os.environ else 1
 
 
 def rank() -> int:
@@ -228,14 +234,15 @@ def rank() -> int:
     return _of_torchrun("RANK") if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 0
 
 
-def _of_torchrun(variable: str) -> int:
-    try:
-        return int(os.environ[variable])
-    except ValueError:
-        raise InputError(
-            f"the environment variable {variable} is {os.environ[variable]!r}, not a number; unset it, or start "
-            "leaven with torchrun, which sets it"
-        ) from None
+def _of_torchrun(variable: str, least: int = 0) -> int:
+    text = os.environ.get(variable, "")
+    with suppress(ValueError):
+        if (number := int(text)) >= least:
+            return number
+    raise InputError(
+        f"the environment variable {variable} is {text!r}, not a number {'above 0' if least else 'from 0'}; unset "
+        "it, or start leaven with torchrun, which sets it"
+    )
 
 
 def _is_connection_error(error: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import psutil
@@ -39,6 +40,10 @@ EMULATED = 1.25  # a dtype counts as emulated if a matmul takes more than so man
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
 _CGROUP = Path("/sys/fs/cgroup")
+# The default dtype and the precisions of matmuls before each block of `plain_torch` that runs now, in any thread. The
+# first are the program's.
+_BEFORE: list[tuple[torch.dtype, list[str]]] = []
+_BEFORE_LOCK = Lock()
 
 
 @dataclass(frozen=True)
@@ -178,18 +183,22 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Run the block with torch's defaults, which the calling program may have changed: fp32 tensors, exact fp32
-    matmuls, gradients, and no autocast. Raise InputError if torch's default device is not the CPU."""
+    matmuls, gradients, and no autocast. Raise InputError if torch's default device is not the CPU.
+
+    All threads share the default dtype and the precisions of matmuls. If blocks overlap in several threads, the last
+    to end restores the program's settings.
+    """
     if (device := torch.get_default_device()).type != "cpu":
         raise InputError(
             f"torch's default device is {device}; call torch.set_default_device('cpu') first, because leaven chooses "
             "the device of a run itself"
         )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    precisions = [each.fp32_precision for each in matmuls]
-    for each in matmuls:
-        each.fp32_precision = "ieee"
+    matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with _BEFORE_LOCK:
+        _BEFORE.append((torch.get_default_dtype(), [each.fp32_precision for each in matmuls]))
+        torch.set_default_dtype(torch.float32)
+        for each in matmuls:
+            each.fp32_precision = "ieee"
     try:
         with (
             torch.inference_mode(mode=False),
@@ -198,9 +207,11 @@ def plain_torch() -> Iterator[None]:
         ):
             yield
     finally:
-        torch.set_default_dtype(before)
-        for each, precision in zip(matmuls, precisions, strict=True):
-            each.fp32_precision = precision
+        with _BEFORE_LOCK:
+            dtype, precisions = _BEFORE.pop()  # the program's if no other block runs, otherwise the plain ones
+            torch.set_default_dtype(dtype)
+            for each, precision in zip(matmuls, precisions, strict=True):
+                each.fp32_precision = precision
 
 
 def time_fixed_work(device: torch.device) -> float:

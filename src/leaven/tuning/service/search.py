@@ -104,6 +104,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         trials: number of trials, including those that repeat a point; None if the budget is ``flops`` or ``hours``.
         flops, hours, run_flops: see :class:`leaven.tuning.service.search_plan.Budget`.
         method: ``trust-region``, ``random``, ``grid``, ``tpe``, ``cma`` or ``gp``.
+            A grid has at most 100,000 points.
         seed: the random seed of the proposals.
         workers: number of threads, each of which runs one trial at a time.
         scales: octaves (units of log2) from the start point to a typical optimum, by name; default 1.

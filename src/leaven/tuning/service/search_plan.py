@@ -15,6 +15,7 @@ The next trial is the first of these that is still to do:
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -54,6 +55,9 @@ SMALL = 16  # trials: a smaller budget has a final trial only if the predicted g
 # As long as no trial is complete, a search ends after DEATHS failed trials if no trial has a result, and after
 # DIVERGENCES trials with a result.
 DEATHS, DIVERGENCES = 8, 100
+# The most points of a grid: ten times the trials of the largest searches that leaven is made for. All points are
+# listed again for each trial, which takes 1 s with so many.
+GRID_POINTS = 100_000
 # The trust region is fitted again once this share of the trials is new: up to 2,000 trials after each of them. A fit
 # to 10,000 trials of 8 values takes 0.05 s, which would be half the cost of a trial.
 REFITTED = 1 / 1000
@@ -174,7 +178,7 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
     """Return the trials that do not depend on losses: at the start point and, for method ``grid``, at grid points.
-    For a grid, raise InputError if the budget has no number of trials, or if the coarsest grid exceeds it."""
+    For a grid, raise InputError if the budget has no number of trials, or if it is too small or too large."""
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
     if method == "grid":
@@ -189,7 +193,7 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
 
 def grid(axes: Axes, trials: int) -> list[Params]:
     """Return the points of the finest grid with at most ``trials`` points. Points near the start come first.
-    Raise InputError if even the coarsest grid is larger."""
+    Raise InputError if even the coarsest grid is larger, or if this grid has more than ``GRID_POINTS`` points."""
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
     if 2**numbers * chosen > trials:
@@ -198,7 +202,14 @@ def grid(axes: Axes, trials: int) -> list[Params]:
             f"a grid over {len(axes.start)} hyperparameters has at least {least} points, but the budget leaves "
             f"{trials} trials for it; search fewer hyperparameters, give more trials, or use another method"
         )
-    fine = max(k for k in range(2, trials + 1) if k**numbers * chosen <= trials) if numbers else 2
+    # The integer root of the points. One level more than a grid may have is enough to refuse an even finer grid.
+    levels = range(min(trials, GRID_POINTS + 1) + 1)
+    fine = bisect_right(levels, trials // chosen, key=lambda k: k**numbers) - 1 if numbers else 2
+    if fine**numbers * chosen > GRID_POINTS:
+        raise InputError(
+            f"the grid has more than {GRID_POINTS:,} points; give at most {GRID_POINTS:_} trials, search fewer "
+            "hyperparameters, or use another method"
+        )
     low, high = axes.box
     counts = [int(levels) or fine for levels in axes.levels]
     lines = [np.linspace(*ends) for ends in zip(low, high, counts, strict=True)]
