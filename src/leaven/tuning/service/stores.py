@@ -129,7 +129,9 @@ def _url(where: str) -> "URL":
         return url
     if scheme in {"postgresql", "postgresql+psycopg"}:
         if "@" in (url.database or ""):  # three slashes: the login would be the name of the database, and printed
-            raise InputError(f"{scheme}: the name of the database has an @; give postgresql://USER@HOST:PORT/DATABASE")
+            raise InputError(
+                f"{scheme}: the name of the database has an @; give postgresql://USER@HOST:PORT/DATABASE"
+            )
         # Options in the URL override those of POSTGRESQL.
         return url.set(drivername="postgresql+psycopg", query={**POSTGRESQL, **url.query})
     raise InputError(
