@@ -285,13 +285,21 @@ def test_settings_of_torch_in_the_calling_program_change_nothing(
 def test_a_run_has_exact_matmuls_whatever_the_calling_program_has_set(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
-    matmul, seen = torch.backends.mkldnn.matmul, set[str]()
+    cpu, cuda, seen = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul, set[tuple[str, bool]]()
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 256})
-    torch.set_float32_matmul_precision("medium")
     try:
-        train(short, tokens, tmp_path / "run", on_step=lambda _: seen.add(matmul.fp32_precision))
-        assert (seen, matmul.fp32_precision) == ({"ieee"}, "bf16")
-        assert torch.get_float32_matmul_precision() == "medium"
+        for number, precision in enumerate(("bf16", "tf32")):
+            if precision == "bf16":
+                torch.set_float32_matmul_precision("medium")
+            else:  # of one backend, after which torch refuses to say that of all
+                cpu.fp32_precision = precision
+            train(
+                short,
+                tokens,
+                tmp_path / f"{number}",
+                on_step=lambda _: seen.add((cpu.fp32_precision, cuda.allow_tf32)),
+            )
+            assert (seen, cpu.fp32_precision) == ({("ieee", False)}, precision)
     finally:
         torch.set_float32_matmul_precision("highest")
 

@@ -42,7 +42,7 @@ DEVICES = ("cuda", "mps", "cpu")  # the best first
 _CGROUP = Path("/sys/fs/cgroup")
 # The default dtype and the precisions of matmuls before each block of `plain_torch` that runs now, in any thread. The
 # first are the program's.
-_BEFORE: list[tuple[torch.dtype, list[str]]] = []
+_BEFORE: list[tuple[torch.dtype, str | None, list[str]]] = []
 _BEFORE_LOCK = Lock()
 
 
@@ -195,10 +195,12 @@ def plain_torch() -> Iterator[None]:
         )
     matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _BEFORE_LOCK:
-        _BEFORE.append((torch.get_default_dtype(), [each.fp32_precision for each in matmuls]))
+        of_all = None
+        with suppress(RuntimeError):  # the program has set the precision of one backend
+            of_all = torch.get_float32_matmul_precision()
+        _BEFORE.append((torch.get_default_dtype(), of_all, [each.fp32_precision for each in matmuls]))
         torch.set_default_dtype(torch.float32)
-        for each in matmuls:
-            each.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")
     try:
         with (
             torch.inference_mode(mode=False),
@@ -208,8 +210,11 @@ def plain_torch() -> Iterator[None]:
             yield
     finally:
         with _BEFORE_LOCK:
-            dtype, precisions = _BEFORE.pop()  # the program's if no other block runs, otherwise the plain ones
+            # The program's settings if no other block runs, otherwise the plain ones.
+            dtype, of_all, precisions = _BEFORE.pop()
             torch.set_default_dtype(dtype)
+            if of_all is not None:
+                torch.set_float32_matmul_precision(of_all)
             for each, precision in zip(matmuls, precisions, strict=True):
                 each.fp32_precision = precision
 
