@@ -219,7 +219,8 @@ class RunFolder:
     def owner(self) -> str | None:
         """Return the path of the run or study that uses the checkpoints, "" if none does, None if this is unknown."""
         with suppress(OSError):
-            return os.fsdecode(storage.read(self.checkpoints / OWNER).removesuffix(b"\n"))
+            # The path may have line breaks. An earlier version wrote a number in a line of its own behind it.
+            return os.fsdecode(re.sub(rb"\n\d*\Z", b"", storage.read(self.checkpoints / OWNER)))
         return None
 
     def require_claimed(self) -> None:
