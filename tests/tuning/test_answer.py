@@ -138,13 +138,13 @@ def test_the_best_is_chosen_and_measured_by_fresh_seeds() -> None:
     # The gain is over the start's runs with the same seeds.
     at_start = [trial(80 + k, [0, 0, 0, 0], 3.5 + k / 100, purpose="rerun", confirms=True, seed=k) for k in (3, 4)]
     assert answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02).gain == pytest.approx(0.535 - 0.01)
-    # A small gain is in doubt, and if the start is better, it is the answer.
+    # A small gain is in doubt, and if the start is better, the other finalist is the answer.
     at_start = [dataclasses.replace(run, loss=3.02) for run in at_start]
     assert answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02).in_doubt
     at_start = [dataclasses.replace(run, loss=3.0) for run in at_start]
     refuted = answer([*trials, *confirmed, *at_start], DIMENSIONS, 0.02)
-    assert set(refuted.octaves.values()) == {0.0}
-    assert (refuted.gain, refuted.idle) == (0.0, ())
+    assert set(refuted.octaves.values()) == {0.2}
+    assert (refuted.best.fresh, refuted.gain) == (0, None)
     # A seed that raises every loss alike does not change the gain.
     shifted = [dataclasses.replace(run, loss=(run.loss or 0) + run.seed) for run in study([OPTIMUM])]
     assert answer(shifted, DIMENSIONS, 0.02).gain == pytest.approx(excess(np.zeros(4)))
@@ -200,9 +200,10 @@ def test_a_refuted_point_makes_room_for_the_next() -> None:
     known = {LUCKY: {1: 2.8, 2: 2.8, 3: 3.1, 4: 3.1}, START: {3: 3.0, 4: 3.0}}
     trials, found = confirmed_with(known)
     assert (found.point, point_to_confirm(trials, PATHS)) == (START, None)
-    # With a larger budget another finalist has runs; it is the answer once it is confirmed.
-    trials, found = confirmed_with({**known, BETTER: {1: 2.9, 2: 2.9}})
-    assert (found.point, point_to_confirm(trials, PATHS)) == (START, BETTER)
+    # Another finalist is the answer, in doubt if its gain is small, and is confirmed next.
+    for loss, in_doubt in ((2.96, True), (2.9, False)):
+        trials, found = confirmed_with({**known, BETTER: {1: loss, 2: loss}})
+        assert (found.point, found.in_doubt, point_to_confirm(trials, PATHS)) == (BETTER, in_doubt, BETTER)
     _, found = confirmed_with({**known, BETTER: {1: 2.9, 2: 2.9, 3: 2.91, 4: 2.91}})
     assert (found.point, found.loss, found.fresh, found.gain) == (BETTER, 2.91, 2, pytest.approx(0.09))
 
@@ -234,6 +235,13 @@ def test_a_gain_without_confirmation_is_in_doubt_up_to_two_and_a_half_times_the_
 def test_the_start_is_the_answer_if_its_loss_is_lower() -> None:
     _, found = confirmed_with({LUCKY: {1: 3.001, 2: 3.001}})
     assert (found.point, found.gain, found.in_doubt) == (START, 0.0, False)
+
+
+@pytest.mark.parametrize("noise", [None, 0.02])
+def test_nothing_is_in_doubt_if_the_start_diverged(noise: float | None) -> None:
+    found = choose([trial(0, START, math.inf), trial(1, LUCKY, 3.0)], PATHS, noise)
+    assert found is not None
+    assert (found.point, found.in_doubt) == (LUCKY, False)
 
 
 def test_if_the_only_finalist_diverges_the_next_best_point_is_the_answer() -> None:

@@ -55,6 +55,14 @@ def test_a_gain_is_compared_with_the_noise_and_with_how_well_it_is_known(state):
         "the gain is 2.0 times the noise between seeds (estimated from only 1 repeat)"
     )
     assert not any("noise" in line for line in points.result(studied.unjudged(state)))
+    doubtful = replace(state, gain=0.003, in_doubt=True)
+    assert points.result(doubtful)[-1] == "the gain is not above the noise between seeds; it may be luck"
+    assert points.result(replace(doubtful, noise_floor=None))[-1] == (
+        "the gain over the start may be luck: the noise between seeds is unknown"
+    )
+    assert points.result(replace(doubtful, gain=None))[-1] == (
+        "the gain over the start may be luck: only trials that chose this point measured it"
+    )
 
 
 @pytest.mark.parametrize("half", [0.002, 0.5])

@@ -235,14 +235,12 @@ def rank() -> int:
 
 
 def _of_torchrun(variable: str, least: int = 0) -> int:
-    text = os.environ.get(variable, "")
+    text = os.environ.get(variable)
     with suppress(ValueError):
-        if (number := int(text)) >= least:
+        if text is not None and (number := int(text)) >= least:
             return number
-    raise InputError(
-        f"the environment variable {variable} is {text!r}, not a number {'above 0' if least else 'from 0'}; unset "
-        "it, or start leaven with torchrun, which sets it"
-    )
+    wrong = "missing" if text is None else f"{text!r}, not a number {'above 0' if least else 'from 0'}"
+    raise InputError(f"the environment variable {variable} is {wrong}; start leaven with torchrun, which sets it")
 
 
 def _is_connection_error(error: BaseException | None) -> bool:

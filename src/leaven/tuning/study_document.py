@@ -198,7 +198,7 @@ class Answer(BaseModel):
     fewest_octaves: dict[str, float] | None = None  # the point of ``fewest``; predicted if ``fewest`` is None
     fewest_cost: float | None = None  # expected loss at ``fewest_octaves`` minus the expected loss at ``octaves``
     # Paths of values that were not worth tuning: if all of them are reset to the start, the loss rises by less than
-    # the noise. Empty if this holds for every value: then the start is the best point, or there are too few trials.
+    # the noise. Empty if this holds for every value: then the whole gain is in doubt, or there are too few trials.
     idle: tuple[str, ...] = ()
     # Loss of the start minus that of the best point, nats, from trials that were not used to choose the best point.
     gain: float | None = None
@@ -332,12 +332,12 @@ def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return what a study's gain is worth in training tokens of ``target``, one row for each share in ``SHARES``.
 
     The ``times`` of a row is the factor on the tokens of ``target`` that would lower its loss by (share) x (gain).
-    ``answer`` is the best.toml of the study. The list is empty if the study has no gain, or if the target's tokens
-    are outside ``WORTH_TOKENS``.
+    ``answer`` is the best.toml of the study. The list is empty if the study has no gain, if it may be luck, or if the
+    target's tokens are outside ``WORTH_TOKENS``.
     """
     study = _study_of(answer) if answer.name == "best.toml" else None
     tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS
-    if study is None or study.gain is None or study.gain <= 0 or not fewest <= tokens <= most:
+    if study is None or study.in_doubt or study.gain is None or study.gain <= 0 or not fewest <= tokens <= most:
         return []
     return [
         WorthRow(share=share, gain=share * study.gain, times=REPLICATION.worth_in_tokens(tokens, share * study.gain))

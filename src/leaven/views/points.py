@@ -96,7 +96,12 @@ def result(state: StudyDocument) -> list[str]:
         doubt = "; it may be luck" if state.in_doubt else ""
         lines.append(f"the gain is {above} between seeds{few}{doubt}")
     elif state.moved and state.in_doubt:
-        lines.append("the gain over the start may be luck: no trial with a fresh seed has measured it")
+        why = (
+            "the noise between seeds is unknown"
+            if gain is not None
+            else "only trials that chose this point measured it"
+        )
+        lines.append(f"the gain over the start may be luck: {why}")
     return lines
 
 

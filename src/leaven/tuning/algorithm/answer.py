@@ -13,10 +13,10 @@ of the loss between seeds.
    lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen finalist and the start
    run again with new seeds: the confirmation trials. Their losses are reported. A single finalist needs none, because
    it is not chosen from several means.
-4. The answer is the point with the lowest expected loss, however small the gain: in searches of 6 to 32 trials, an
-   answer that is the start unless a gain is proven leaves up to 1.7 times the excess (docs/concepts/search.md). But a
-   gain that may be luck is marked as in doubt: one at most the noise in the confirmation trials, and without them one
-   at most 2.5 times the noise.
+4. The answer is the point with the lowest expected loss, however small the gain: if small gains were ignored, short
+   searches under noise would lose much of what they find (docs/concepts/search.md). A gain that may be luck is
+   marked as in doubt. It is in doubt if it is at most the noise in the confirmation trials or, without
+   confirmation trials, at most 2.5 times the noise.
 """
 
 import math
@@ -286,15 +286,14 @@ def choose(
     if confirmed := found.confirming.get(chosen):
         better = gain(found.start_again, confirmed) if found.start_again else None
         if better is None or better > 0:
-            in_doubt = better is not None and better <= (noise or 0.0)
+            in_doubt = better is not None and (noise is None or better <= noise)
             return ChosenPoint(chosen, tuple(confirmed.values()), len(confirmed), better, in_doubt)
         chosen = found.start
-    elif found.refuted:
-        chosen = found.start  # the next best point has no confirmation trials
     if chosen == found.start:
         losses = found.start_again
         return ChosenPoint(chosen, tuple(losses.values()), len(losses), 0.0)
-    losses, in_doubt = found.candidates[chosen], noise is None or not found.ahead(chosen, ALONE * noise)
+    losses = found.candidates[chosen]
+    in_doubt = bool(found.at_start) and (noise is None or not found.ahead(chosen, ALONE * noise))
     if not (noise == 0 or found.is_only_finalist(chosen)):
         return ChosenPoint(chosen, tuple(losses.values()), 0, None, in_doubt)
     better = gain(found.at_start, losses) if found.at_start else None

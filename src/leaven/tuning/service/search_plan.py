@@ -309,8 +309,6 @@ class SearchPlan:
             return False
         if not self.by_surrogate:
             return True
-        if not self._region(trials).incumbent.any():
-            return False
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
