@@ -232,6 +232,18 @@ def test_a_gain_without_confirmation_is_in_doubt_up_to_two_and_a_half_times_the_
     assert (unknown.in_doubt, exact.in_doubt) == (True, False)
 
 
+def test_one_fresh_trial_measures_the_only_finalist_but_does_not_refute_it() -> None:
+    trials, _ = confirmed_with({LUCKY: {1: 3.01}})
+    for predicted, point, gained in ((2.9, LUCKY, -0.01), (3.1, START, 0.0)):
+        found = choose(trials, PATHS, 0.02, {START: 3.0, LUCKY: predicted})
+        assert found is not None
+        assert (found.point, found.gain, found.in_doubt) == (point, pytest.approx(gained), point == LUCKY)
+    trials, _ = confirmed_with({LUCKY: {1: 3.01, 2: 3.01}})
+    found = choose(trials, PATHS, 0.02, {START: 3.0, LUCKY: 2.9})
+    assert found is not None
+    assert found.point == START
+
+
 def test_the_start_is_the_answer_if_its_loss_is_lower() -> None:
     _, found = confirmed_with({LUCKY: {1: 3.001, 2: 3.001}})
     assert (found.point, found.gain, found.in_doubt) == (START, 0.0, False)

@@ -4,9 +4,9 @@ A point is one setting of all searched values. A search begins at the start poin
 of the loss between seeds.
 
 1. The lowest of many noisy losses is partly luck. So a search ends with final trials: the best few points (the
-   finalists) run with fresh seeds. The finalist with the lowest mean loss is chosen. A finalist that diverges with
-   any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and other
-   searches compare measured losses.
+   finalists) run with fresh seeds. The finalist with the lowest mean loss is chosen. (One trial of a single finalist
+   only measures it; predicted losses decide.) A finalist that diverges with any seed cannot be chosen. Without final
+   trials, a trust-region search compares predicted losses, and other searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. If
    the start has the lower loss, the answer is the start.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
@@ -223,12 +223,6 @@ class FittedTrials:
         interval = interval_of_mean(losses if fresh else (), self.noise, self.degrees)
         return Best(number, statistics.fmean(losses), interval, fresh, len(losses))
 
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the predicted gain over the start may be luck."""
-        start = self.predicted.get((0.0,) * len(self.paths), math.inf)
-        return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
-
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the candidates for final trials, the best first, or [] if no loss is finite.
 
@@ -293,10 +287,11 @@ def choose(
         losses = found.start_again
         return ChosenPoint(chosen, tuple(losses.values()), len(losses), 0.0)
     losses = found.candidates[chosen]
-    in_doubt = bool(found.at_start) and (noise is None or not found.ahead(chosen, ALONE * noise))
     if not (noise == 0 or found.is_only_finalist(chosen)):
+        in_doubt = bool(found.at_start) and (noise is None or not found.ahead(chosen, ALONE * noise))
         return ChosenPoint(chosen, tuple(losses.values()), 0, None, in_doubt)
     better = gain(found.at_start, losses) if found.at_start else None
+    in_doubt = better is not None and (noise is None or better <= ALONE * noise) and noise != 0
     return ChosenPoint(chosen, tuple(losses.values()), len(losses), better, in_doubt)
 
 
@@ -317,7 +312,7 @@ class _LossesByPurpose:
     choosing: Mapping[Point, Losses]  # trials of the finalists with fresh seeds
     confirming: Mapping[Point, Losses]  # confirmation trials
     candidates: Mapping[Point, Losses]  # points that can be chosen: none of their trials diverged
-    predicted: Mapping[Point, float]  # predicted losses; empty if trials with fresh seeds are compared
+    predicted: Mapping[Point, float]  # predicted losses; empty if trials with fresh seeds decide
 
     @classmethod
     def of(
@@ -352,7 +347,9 @@ class _LossesByPurpose:
             }
         if not sound:  # a start that diverged with some seed is used only if there is no other candidate
             at_start = again = {seed: loss for seed, loss in again.items() if math.isfinite(loss) and not found}
-        return cls(start, at_start, again, choosing, confirming, found, {} if rerun else predicted)
+        # One trial of one finalist measures it, but is too noisy to decide against the predicted losses.
+        decided = rerun and (len(choosing) > 1 or whole >= RERUNS)
+        return cls(start, at_start, again, choosing, confirming, found, {} if decided else predicted)
 
     def is_only_finalist(self, point: Point) -> bool:
         return point in self.choosing and len(self.choosing) == 1

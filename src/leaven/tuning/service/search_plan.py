@@ -51,7 +51,7 @@ FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 # Number of trials of the start: 3 if the budget has at least 24 trials, 2 if it has at least 12, otherwise 1. If the
 # user gives the noise, there is 1.
 REPEATS = {24: 3, 12: 2, 0: 1}
-SMALL = 16  # trials: a smaller budget has a final trial only if the predicted gain is small (``in_doubt``)
+SMALL = 16  # trials: a smaller budget has no final trial, because a trial more of the search improves the answer more
 # As long as no trial is complete, a search ends after DEATHS failed trials if no trial has a result, and after
 # DIVERGENCES trials with a result.
 DEATHS, DIVERGENCES = 8, 100
@@ -309,7 +309,7 @@ class SearchPlan:
             return False
         if not self.by_surrogate:
             return True
-        return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
+        return self.budget.size >= SMALL
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
         """Return the next final trial, or None. ``count`` finalists get ``each`` trials apiece."""
