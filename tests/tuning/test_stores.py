@@ -477,6 +477,7 @@ def has_a_damaged_trial(path: Path) -> None:
             "postgresql://user:secret@host:port/x",
             "^postgresql: not a valid URL; give postgresql://USER@HOST:PORT/DATABASE$",
         ),
+        (None, "postgresql:///user:secret@host", "^postgresql: no host is given; give postgresql://USER@HOST"),
         (None, "postgresql://user:secret@127.0.0.1:1/x", r"//user:\*\*\*@127.0.0.1:1/x cannot be opened: "),
         (None, "postgresql://user@127.0.0.1:1/x?nonsense=1", "cannot be opened: .*nonsense"),
         (

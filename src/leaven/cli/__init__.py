@@ -166,7 +166,7 @@ def main() -> None:
                 if hasattr(signal, name):
                     signal.signal(getattr(signal, name), signal.SIG_IGN)
         sys.exit(code)
-    # Only the first process prints. If RANK is no number, this process prints that.
+    # Only the first process prints. With a RANK that is no number, each process prints, so that its error is seen.
     console.quiet = errors.quiet = os.environ["RANK"].isdigit() and os.environ["RANK"] != "0"
     code = _run()
     # Under torchrun, torch threads may still wait for other processes. They would abort a normal exit, and torchrun

@@ -270,8 +270,8 @@ def choose(
     Args:
         noise: standard deviation of the loss between seeds. If None, it is unknown, and a gain that is not confirmed
             is in doubt. If 0, one trial gives the exact loss of a point.
-        predicted: predicted losses by point, which rank the points of the search. They are ignored once there are
-            trials with fresh seeds to compare.
+        predicted: predicted losses by point, which rank the points of the search. They are ignored once several
+            trials with fresh seeds can be compared.
     """
     found = _LossesByPurpose.of(trials, paths, predicted)
     chosen = found.best()
@@ -291,7 +291,7 @@ def choose(
         in_doubt = bool(found.at_start) and (noise is None or not found.ahead(chosen, ALONE * noise))
         return ChosenPoint(chosen, tuple(losses.values()), 0, None, in_doubt)
     better = gain(found.at_start, losses) if found.at_start else None
-    in_doubt = better is not None and (noise is None or better <= ALONE * noise) and noise != 0
+    in_doubt = noise != 0 and better is not None and (noise is None or better <= ALONE * noise)
     return ChosenPoint(chosen, tuple(losses.values()), len(losses), better, in_doubt)
 
 

@@ -128,12 +128,9 @@ def _url(where: str) -> "URL":
         _require_place(Path(url.database), f"sqlite:///{Path(url.database) / 'study.db'}")
         return url
     if scheme in {"postgresql", "postgresql+psycopg"}:
-        if not url.host and "@" in (
-            url.database or ""
-        ):  # three slashes: the login would be the name of the database, and printed
-            raise InputError(
-                f"{scheme}: the name of the database has an @; give postgresql://USER@HOST:PORT/DATABASE"
-            )
+        # After three slashes, the login would be the name of the database, which messages show.
+        if not url.host and "@" in (url.database or ""):
+            raise InputError(f"{scheme}: no host is given; give postgresql://USER@HOST:PORT/DATABASE")
         # Options in the URL override those of POSTGRESQL.
         return url.set(drivername="postgresql+psycopg", query={**POSTGRESQL, **url.query})
     raise InputError(
