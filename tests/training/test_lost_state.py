@@ -711,6 +711,12 @@ def test_checkpoints_of_another_run_are_refused(
     assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
 
 
+def test_the_folder_of_a_run_may_have_a_line_break_in_its_name(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    assert train(recipe, tokens, tmp_path / "a\n5").finished
+
+
 def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
     other, elsewhere = recipe.replace({"hyperparameters.lr": 0.002}), tmp_path / "elsewhere"
