@@ -129,8 +129,10 @@ def test_transfer_says_what_a_studys_gain_is_worth_at_the_target(
     best = tmp_path / "best.toml"
     best.write_text(tiny_file.read_text())
 
-    def worth(tokens: str, gain: float | None = 0.1, name: str = "best.toml") -> list[dict[str, float]]:
-        (tmp_path / "study.json").write_text(StudyDocument(**STUDY, gain=gain).model_dump_json())
+    def worth(
+        tokens: str, gain: float | None = 0.1, name: str = "best.toml", **about: bool
+    ) -> list[dict[str, float]]:
+        (tmp_path / "study.json").write_text(StudyDocument(**STUDY, gain=gain, **about).model_dump_json())
         return list(document(leaven("transfer", tmp_path / name, "--tokens", tokens, "--json"))["worth"])
 
     # B / D^beta = 2085.4 / (2e10)^0.3658 nats are what more tokens could gain.
@@ -140,6 +142,7 @@ def test_transfer_says_what_a_studys_gain_is_worth_at_the_target(
     text = " ".join(leaven("transfer", best, "--tokens", "20B")[1].split())
     assert f"gained 0.1000 nats. If this run gains as much, that is worth {by_hand[0]:.2f} times" in text
     assert worth("20B", gain=None) == worth("20B", gain=-0.01) == worth("20M") == []
+    assert worth("20B", in_doubt=True) == []
     (tmp_path / "centre.toml").write_text(tiny_file.read_text())
     assert worth("20B", name="centre.toml") == []
     (tmp_path / "study.json").write_text("{")
